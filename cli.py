@@ -1,0 +1,433 @@
+"""The commands. A body resolves one `Run`, launches its stage, and says what to run next.
+
+Nothing heavy is imported here: the stages load in their own processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from dflash_pipeline.configs import child, gpus, status, torchrun
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.launch import Place, launch
+from dflash_pipeline.configs.load import to_toml
+from dflash_pipeline.configs.options import (
+    DATA,
+    TEMPLATE,
+    configured,
+    give,
+    option,
+    options,
+    placed,
+    resolve,
+)
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.screen import duration, progress_line
+
+ONE_CPU = Devices("cpu", (0,))
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command. Exit codes: 0 done, 1 the work failed, 2 wrong usage, 128 + n signal n."""
+    try:
+        code = dflash.main(arguments, prog_name="dflash", standalone_mode=False)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "dflash"
+        _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", 2)
+    except UsageError as error:
+        _fail(child.one_line(error), 2)
+    except (ValueError, OSError) as error:
+        _fail(child.one_line(error), 1)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("stopped", 130)
+    sys.exit(code or 0)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
+)
+@click.version_option(package_name="dflash-pipeline")
+@click.pass_context
+def dflash(context: click.Context) -> None:
+    """Train DFlash drafters offline: answers, hidden states in a store, a drafter, its score.
+
+    The usual order: generate, capture, train, eval, export. `demo` does all of it in minutes.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@dflash.command()
+@options(("--target", "target.id"), *DATA, ("--out", "generate.out"))
+@options(("--samples", "generate.samples"), ("--temperature", "generate.temperature"))
+@options(("--max-new-tokens", "generate.max_new_tokens"), ("--endpoint", "generate.endpoints"))
+@options(*TEMPLATE)
+@placed
+@configured
+@click.pass_context
+def generate(
+    context: click.Context, gpus: str, share_gpu: bool, config: str, sets: tuple[str, ...]
+) -> int:
+    """Let the target answer prompts: conversations in, JSONL out. Run again to resume."""
+    run = resolve(context, config, sets)
+    _need(run.data.files, "--data FILE", "data.files")
+    if not run.generate.endpoints:
+        _need(run.target.id, "--target MODEL", "target.id")
+    out = _need(run.generate.out, "--out FILE", "generate.out")
+    # where servers answer, one process asks and no GPU is needed
+    devices = ONE_CPU if run.generate.endpoints else _devices(gpus, share_gpu)
+    entry = "dflash_pipeline.capture.generate:main"
+    code = _stage(entry, run, devices, "generate", f"{out}.logs", {}, share_gpu)
+    return _end(code, f"dflash capture --data {shlex.quote(out)}{_config(config)}", _this_line())
+
+
+@dflash.command()
+@options(("--target", "target.id"), *DATA, ("--store", "store.path"))
+@options(("--hidden-mode", "store.hidden_mode"), ("--last-mode", "store.last_mode"))
+@options(*TEMPLATE)
+@click.option("--plan", is_flag=True, help="Count samples, tokens and bytes, and stop.")
+@placed
+@configured
+@click.pass_context
+def capture(
+    context: click.Context,
+    gpus: str,
+    share_gpu: bool,
+    plan: bool,
+    config: str,
+    sets: tuple[str, ...],
+) -> int:
+    """Store the target's hidden states over the data. Run again to resume."""
+    run = resolve(context, config, sets)
+    _need(run.target.id, "--target MODEL", "target.id")
+    _need(run.data.files, "--data FILE", "data.files")
+    store = _need(run.store.path, "--store DIR", "store.path").rstrip("/")
+    devices = _devices(gpus, share_gpu or plan)
+    extra = {"kind": devices.kind, "only_count": plan}
+    entry = "dflash_pipeline.capture.planning:main"
+    if plan:
+        # counting leaves nothing behind
+        with _scratch_logs("plan") as logs:
+            code = _stage(entry, run, ONE_CPU, "plan", logs, extra, True)
+        return _end(code, shlex.join(one for one in _words() if one != "--plan"), _this_line())
+    logs = f"{store}.logs"
+    code = _stage(entry, run, ONE_CPU, "plan", logs, extra, True)
+    if code == 0:
+        click.echo(f"capture: {store} on {devices}")
+        entry = "dflash_pipeline.capture.worker:main"
+        code = _stage(entry, run, devices, "capture", logs, {}, share_gpu)
+    return _end(code, f"dflash train --store {shlex.quote(store)}{_config(config)}", _this_line())
+
+
+@dflash.command()
+@options(("--store", "train.stores"), ("--out", "train.out"), ("--init-from", "train.init_from"))
+@options(("--epochs", "train.epochs"), ("--max-steps", "train.max_steps"))
+@option("--no-follow", "train.follow", turns=False)
+@click.option("--resume", is_flag=True, help="Go on with the run in --out.")
+@placed
+@configured
+@click.pass_context
+def train(
+    context: click.Context,
+    gpus: str,
+    share_gpu: bool,
+    resume: bool,
+    config: str,
+    sets: tuple[str, ...],
+) -> int:
+    """Train a drafter from one store or several; follows a store that is still being captured."""
+    run = resolve(context, config, sets)
+    stores = run.train.stores or (run.store.path,)
+    _need(stores[0], "--store DIR", "train.stores")
+    paths = [Path(re.sub(r":[0-9.]+$", "", one)) for one in stores]
+    for path in paths:
+        _await_plan(path, run.train.follow)
+    if not run.train.out:
+        if resume or torchrun.is_rank():
+            why = "--resume" if resume else "under torchrun"
+            raise UsageError(f"{why}: name the run directory with --out DIR")
+        give(context, "train.out", f"runs/{paths[0].name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        run = resolve(context, config, sets)
+    out = run.train.out
+    if resume and not Path(out).is_dir():
+        raise UsageError(f"--resume: there is no run directory {out}")
+    if not resume and Path(out).exists() and not _holds_logs_alone(Path(out)):
+        raise UsageError(f"{out} is not empty: go on with it by --resume, or name another --out")
+    entry, logs, extra = "dflash_pipeline.train.worker:main", f"{out}/logs", {"resume": resume}
+    if torchrun.is_rank():
+        return torchrun.run_rank(entry, run, gpus, "train", logs, extra)
+    devices = _devices(gpus, share_gpu)
+    click.echo(f"train: {', '.join(stores)} -> {out} on {devices}")
+    code = _stage(entry, run, devices, "train", logs, extra, share_gpu)
+    again = [*_words(), "--resume"] if "--resume" not in _words() else _words()
+    again = again if "--out" in again else [*again, "--out", out]
+    following = f"dflash eval --drafter {shlex.quote(out)}{_config(config)}"
+    return _end(code, following, shlex.join(again))
+
+
+@dflash.command("eval")
+@options(("--drafter", "eval.drafter"), ("--target", "target.id"), ("--prompts", "eval.prompts"))
+@options(("--store", "store.path"), ("--limit", "eval.limit"), ("--max-len", "data.max_len"))
+@options(("--max-new-tokens", "eval.max_new_tokens"))
+@option("--as-stored", "eval.as_stored", turns=True)
+@option("--json", "eval.json")
+@options(*TEMPLATE)
+@placed
+@configured
+@click.pass_context
+def evaluate(
+    context: click.Context, gpus: str, share_gpu: bool, config: str, sets: tuple[str, ...]
+) -> int:
+    """Measure acceptance by decoding with the target, or by replaying a store without it."""
+    run = resolve(context, config, sets)
+    drafter = _need(run.eval.drafter, "--drafter CHECKPOINT", "eval.drafter")
+    devices = _one_device(gpus, share_gpu)
+    entry, logs = "dflash_pipeline.cli:decode_and_score", _logs_near(Path(drafter))
+    code = _stage(entry, run, devices, "eval", logs, {}, share_gpu)
+    return _end(code, f"dflash export {shlex.quote(drafter)} --out DIR", _this_line())
+
+
+def decode_and_score(run: Run, place: Place, extra: dict[str, object]) -> None:
+    """The process of `eval`: the one place where the target's side meets the drafter's."""
+    from dflash_pipeline.capture import decoder
+    from dflash_pipeline.train import evaluate
+
+    evaluate.main(run, place, extra, open_target=decoder.open_target)
+
+
+@dflash.command()
+@click.argument("checkpoint")
+@click.option("--out", required=True, metavar="DIR", help="Directory to write; must be new.")
+@click.option(
+    "--layout",
+    type=click.Choice(["zlab", "speculators"]),
+    default="zlab",
+    show_default=True,
+    help="zlab is read by vLLM, SGLang and Transformers; speculators by vLLM.",
+)
+@option("--store", "store.path")
+@configured
+@click.pass_context
+def export(
+    context: click.Context,
+    checkpoint: str,
+    out: str,
+    layout: str,
+    config: str,
+    sets: tuple[str, ...],
+) -> int:
+    """Write a run's drafter (best, else last), a step, or another checkpoint for a server."""
+    run = resolve(context, config, sets)
+    extra = {"checkpoint": checkpoint, "out": out, "layout": layout, "store": run.store.path}
+    with _scratch_logs("export") as logs:
+        # its last lines are the serving commands, which only that process can write
+        return _stage(
+            "dflash_pipeline.train.export:main", run, ONE_CPU, "export", logs, extra, True
+        )
+
+
+@dflash.command()
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
+def inspect(path: str, as_json: bool) -> int:
+    """Describe a store; never fails on its data."""
+    extra = {"path": path, "json": as_json}
+    return _look("dflash_pipeline.store.describe:main", "inspect", extra, f"dflash verify {path}")
+
+
+@dflash.command()
+@click.argument("path")
+@click.option("--deep", is_flag=True, help="Read every row and compare every checksum.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
+def verify(path: str, deep: bool, as_json: bool) -> int:
+    """Check a store; exit code 1 and a line for each fault where it is not whole."""
+    extra = {"path": path, "deep": deep, "json": as_json}
+    following = f"dflash train --store {path}" if deep else f"dflash verify --deep {path}"
+    return _look("dflash_pipeline.store.check:main", "verify", extra, following)
+
+
+@dflash.command("status")
+@click.argument("directory")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
+def show_status(directory: str, as_json: bool) -> int:
+    """Say what the processes of a run, store or answer file do, or how they ended."""
+    found = status.find_statuses(Path(directory).resolve())
+    if not found:
+        raise UsageError(f"{directory}: no run has left its status here or in {directory}.logs")
+    if as_json:
+        listed = [{**asdict(one), "alive": one.is_alive, "rate": one.rate} for one in found]
+        click.echo(json.dumps(listed, indent=1))
+        return 0
+    for one in found:
+        is_lost = one.state in ("starting", "running", "waiting") and not one.is_alive
+        state = f"dead, was {one.state}" if is_lost else one.state
+        age = duration(max(0.0, time.time() - one.time))
+        click.echo(f"{one.stage}-{one.rank}  {state}  {one.host}:{one.pid}  {age} ago")
+        if one.unit:
+            click.echo(f"  {progress_line(one.stage, {**asdict(one), 'rate': one.rate})}")
+        if one.error or one.text:
+            click.echo(f"  {one.error or one.text}")
+    click.echo("next: run the same command again to go on (train: with --resume)")
+    return 0
+
+
+@dflash.command("config")
+@click.argument("config", default="", metavar="[FILE|PRESET]")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Repeatable.")
+@click.pass_context
+def show_config(context: click.Context, config: str, sets: tuple[str, ...]) -> int:
+    """Print the resolved configuration as TOML, every value named."""
+    click.echo(to_toml(resolve(context, config, sets)), nl=False)
+    click.echo("next: save it as dflash.toml, edit it, then: dflash capture", err=True)
+    return 0
+
+
+@dflash.command()
+@click.option(
+    "--target",
+    type=click.Choice(["toy", "smollm2"]),
+    default="toy",
+    show_default=True,
+    help="toy comes with the package; smollm2 is a real language model of 135 M parameters.",
+)
+@click.option("--out", default="demo", show_default=True, metavar="DIR", help="Where it is kept.")
+@placed
+@click.pass_context
+def demo(context: click.Context, target: str, out: str, gpus: str, share_gpu: bool) -> int:
+    """Do all of it on a small target: answers, store, drafter, acceptance, export."""
+    extra = {"target": target, "out": out, "gpus": gpus, "share_gpu": share_gpu}
+    run = resolve(context, target, ())
+    entry = "dflash_pipeline.capture.demo:main"
+    Path(out).mkdir(parents=True, exist_ok=True)
+    code = launch(entry, run, ONE_CPU, "demo", f"{out}/logs", extra, sees_gpus=True)
+    return _end(code, f"dflash inspect {out}/store", _this_line())
+
+
+def _await_plan(store: Path, follow: bool) -> None:
+    """A capture that was started a moment ago makes its store when it has read all the data."""
+    is_told = False
+    while not store.exists():
+        if not (follow and any(one.is_alive for one in status.find_statuses(store))):
+            raise UsageError(f"there is no store {store}: write it with dflash capture")
+        if not is_told:
+            click.echo(f"train: waiting until the capture into {store} has made its plan")
+            is_told = True
+        time.sleep(0.2)
+
+
+def _devices(text: str, share: bool) -> Devices:
+    devices = gpus.parse(text)
+    gpus.check(devices, share)
+    return devices
+
+
+def _one_device(text: str, share: bool) -> Devices:
+    devices = gpus.parse(text)
+    if not text:
+        devices = Devices(devices.kind, devices.ids[:1])
+    if len(devices.ids) > 1:
+        raise UsageError(f"--gpus {text}: this command runs on one device")
+    gpus.check(devices, share)
+    return devices
+
+
+def _stage(
+    entry: str,
+    run: Run,
+    devices: Devices,
+    stage: str,
+    logs: str,
+    extra: Mapping[str, object],
+    share: bool,
+) -> int:
+    if devices is ONE_CPU:
+        return launch(entry, run, devices, stage, logs, extra)
+    with gpus.reserved(devices, stage, share):
+        return launch(entry, run, devices, stage, logs, extra)
+
+
+def _look(entry: str, stage: str, extra: Mapping[str, object], following: str) -> int:
+    """A command that only reads a store, which may stand where nobody can write."""
+    with _scratch_logs(stage) as logs:
+        # with --json stdout is the process's alone; anything said goes to stderr
+        lines = sys.stderr if extra["json"] else sys.stdout
+        code = launch(entry, Run(), ONE_CPU, stage, logs, extra, lines)
+    if not extra["json"]:
+        return _end(code, following, "")
+    return code
+
+
+@contextlib.contextmanager
+def _scratch_logs(stage: str) -> Iterator[str]:
+    """A log directory that stays only where an error left its traceback."""
+    folder = tempfile.mkdtemp(prefix=f"dflash-{stage}-")
+    try:
+        yield folder
+    finally:
+        if not any(one.state == "failed" for one in status.find_statuses(Path(folder))):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _logs_near(checkpoint: Path) -> str:
+    for folder in (checkpoint, checkpoint.parent):
+        if (folder / "logs").is_dir():
+            return str(folder / "logs")
+    return f"{str(checkpoint).rstrip('/')}.logs"
+
+
+def _holds_logs_alone(out: Path) -> bool:
+    """Only the logs of a start that failed: nothing there is worth a question."""
+    return out.is_dir() and all(one.name == "logs" for one in out.iterdir())
+
+
+def _need(value: Sequence[str], flag: str, key: str) -> str:
+    """The value itself, or UsageError naming both places to set it."""
+    if not value:
+        raise UsageError(f"nothing says what {key} is: give {flag}, or set it in dflash.toml")
+    return str(value)
+
+
+def _words() -> list[str]:
+    return ["dflash", *sys.argv[1:]]
+
+
+def _this_line() -> str:
+    return shlex.join(_words())
+
+
+def _config(config: str) -> str:
+    return f" --config {shlex.quote(config)}" if config else ""
+
+
+def _end(code: int, following: str, again: str) -> int:
+    """The last line of a command: what to run next, or how to go on after an interruption."""
+    if code == 0:
+        click.echo(f"next: {following}")
+    elif code >= 128 and again:
+        click.echo(f"stopped; to go on: {again}", err=True)
+    return code
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    sys.stderr.write(f"error: {text}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

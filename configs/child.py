@@ -1,0 +1,108 @@
+"""One process of a stage: read the task, call the stage's function, say how it ended.
+
+Nothing heavy is imported before the function's own module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Any, NoReturn
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.load import from_dict
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.status import end_status, new_status, write_status
+
+GRACE_S = 30.0
+
+
+def main() -> NoReturn:
+    """The task is one JSON line on stdin; stdin's end means that the parent is gone."""
+    job = json.loads(_read_line(0))
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    code = call(job["entry"], from_dict(job["run"]), Place(**job["place"]), job["extra"])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
+    """Call `module:function`; returns 0, 2 for UsageError, 1 for any other, 143 when told to stop.
+
+    The full traceback goes to stderr, which the launcher has pointed at the process's log.
+    """
+    faulthandler.enable()
+    for kind in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(kind, _stop)
+    _log(f"{place.stage} rank {place.rank} of {place.world} on {place.device}: {entry}")
+    state, error, code = "failed", "", 1
+    try:
+        write_status(place.log_dir, new_status(place.stage, place.rank, place.device))
+        module, _, function = entry.partition(":")
+        getattr(importlib.import_module(module), function)(run, place, extra)
+        state, code = "done", 0
+    except KeyboardInterrupt:
+        _log("stopped")
+        state, code = "stopped", 143
+    except BaseException as caught:
+        traceback.print_exc()
+        error = one_line(caught)
+        code = 2 if isinstance(caught, UsageError) else 1
+        _report(error)
+    end_status(place.log_dir, place.stage, place.rank, state, error)
+    return code
+
+
+def one_line(error: BaseException) -> str:
+    """What a person needs: the text of a ValueError or OSError, else with the type before it."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (ValueError, OSError)) and text:
+        return text
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
+def _read_line(descriptor: int) -> bytes:
+    """One line, byte by byte past nothing: what follows is for `_end_with_parent`."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(descriptor, 1 << 16)
+        if not data:
+            sys.exit(1)
+        line += data
+    return line
+
+
+def _report(error: str) -> None:
+    descriptor = os.environ.get("DFLASH_PROGRESS_FD", "")
+    if descriptor:
+        with contextlib.suppress(OSError):
+            os.write(int(descriptor), (json.dumps({"error": error}) + "\n").encode())
+
+
+def _log(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    sys.stderr.flush()

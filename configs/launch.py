@@ -1,0 +1,260 @@
+"""One process a device: start them, show what they say, end the rest when the first one fails.
+
+The child is a fresh interpreter that imports its stage only after it sees its own GPU alone; this
+process never loads what the stage loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from dflash_pipeline.configs.gpus import Devices, device_name
+from dflash_pipeline.configs.load import to_dict
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.screen import Screen
+from dflash_pipeline.configs.status import forget_ended, log_path
+
+__all__ = ["Place", "launch", "place_of"]
+
+GRACE_S = 30.0
+_CHILD = "from dflash_pipeline.configs.child import main; main()"
+
+
+def launch(
+    entry: str,
+    run: Run,
+    devices: Devices,
+    stage: str,
+    log_dir: str,
+    extra: Mapping[str, object],
+    lines: TextIO | None = None,
+    sees_gpus: bool = False,
+) -> int:
+    """Run `entry` ("module:function") once per device and wait.
+
+    lines: where to show what they say; None: stdout. sees_gpus: a CPU process that itself runs
+    commands on GPUs keeps them visible.
+    Returns 0, 2 when a process refused its task, 1 when one failed, 128 + n after signal n.
+    The function is called as `function(run, place, extra)`; `extra` is plain data.
+    """
+    screen = Screen(lines or sys.stdout, stage, len(devices.ids))
+    rendezvous = f"tcp://127.0.0.1:{_free_port()}"
+    Path(log_dir).mkdir(parents=True, exist_ok=True)
+    forget_ended(log_dir, stage)
+    children: list[_Child] = []
+    with _signals() as signals, selectors.DefaultSelector() as selector:
+        try:
+            for rank in range(len(devices.ids)):
+                place = place_of(devices, rank, stage, log_dir, rendezvous)
+                children.append(_Child(entry, run, devices, place, extra, sees_gpus))
+                selector.register(children[-1].progress, selectors.EVENT_READ, children[-1])
+            _watch(children, selector, screen, signals)
+        finally:
+            for child in children:
+                child.kill()
+            screen.close()
+    if signals:
+        return 128 + signals[0]
+    codes = [child.code for child in children]
+    return 2 if 2 in codes else int(any(codes))
+
+
+def place_of(devices: Devices, rank: int, stage: str, log_dir: str, rendezvous: str) -> Place:
+    """Where the process of this rank runs; CPU threads are shared out evenly."""
+    num_cores = len(os.sched_getaffinity(0))
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(wanted) if wanted.isdigit() else max(1, num_cores // len(devices.ids))
+    return Place(
+        rank=rank,
+        world=len(devices.ids),
+        device="cuda:0" if devices.kind == "cuda" else "cpu",
+        kind=devices.kind,
+        log_dir=log_dir,
+        stage=stage,
+        rendezvous=rendezvous,
+        threads=threads,
+    )
+
+
+class _Child:
+    """One process and the pipe that it reports through."""
+
+    def __init__(
+        self,
+        entry: str,
+        run: Run,
+        devices: Devices,
+        place: Place,
+        extra: Mapping[str, object],
+        sees_gpus: bool,
+    ) -> None:
+        self.place = place
+        self.error = ""
+        self._unread = b""
+        self.progress, write_end = os.pipe()
+        os.set_blocking(self.progress, False)
+        environment = dict(os.environ)
+        environment["DFLASH_PROGRESS_FD"] = str(write_end)
+        environment["OMP_NUM_THREADS"] = str(place.threads)
+        # several ranks on one host talk over the loopback, whatever the host's name resolves to
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if place.kind == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = device_name(devices.ids[place.rank])
+        elif not sees_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        log = log_path(place.log_dir, place.stage, place.rank)
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                # -P: a folder of the working directory must not shadow a package
+                [sys.executable, "-P", "-c", _CHILD, f"{place.stage}-{place.rank}"],
+                stdin=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                pass_fds=(write_end,),
+                # a terminal's Ctrl-C goes to this process, which tells the children once
+                start_new_session=True,
+            )
+        os.close(write_end)
+        job = {
+            "entry": entry,
+            "run": to_dict(run),
+            "place": asdict(place),
+            "extra": dict(extra),
+        }
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            # left open: its end tells the child that this process is gone
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def code(self) -> int:
+        """Exit code; negative: ended by that signal."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        if self.is_running:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it now, with everything it started, and give its pipes back."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self.progress >= 0:
+            os.close(self.progress)
+            self.progress = -1
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def read(self, screen: Screen) -> bool:
+        """Show what has arrived; False once the child has closed its end."""
+        while True:
+            try:
+                data = os.read(self.progress, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            *whole, self._unread = (self._unread + data).split(b"\n")
+            for line in whole:
+                message = json.loads(line)
+                if "error" in message:
+                    self.error = message["error"]
+                elif "say" in message:
+                    screen.say(self.place.rank, message["say"])
+                else:
+                    screen.progress(message)
+
+
+def _watch(
+    children: list[_Child], selector: selectors.BaseSelector, screen: Screen, signals: list[int]
+) -> None:
+    """Until every child has ended; sees to it that they do after a failure or a signal."""
+    failed: _Child | None = None
+    deadline = float("inf")
+    while any(child.is_running for child in children):
+        for key, _ in selector.select(timeout=0.1):
+            child: _Child = key.data
+            if not child.read(screen):
+                selector.unregister(child.progress)
+        if failed is None and not signals:
+            failed = next((one for one in children if not one.is_running and one.code), None)
+        if (failed is not None or signals) and deadline == float("inf"):
+            deadline = time.monotonic() + GRACE_S
+            if signals and any(child.is_running for child in children):
+                name = signal.Signals(signals[0]).name
+                screen.note(f"{name}: stopping, up to {GRACE_S:.0f} s (again: at once)")
+            for child in children:
+                child.stop()
+        if len(signals) > 1 or time.monotonic() > deadline:
+            for child in children:
+                child.kill()
+    for child in children:
+        if child.progress >= 0:
+            child.read(screen)
+    if failed is None and not signals:
+        failed = next((one for one in children if one.code), None)
+    if failed is not None:
+        _explain(failed, screen)
+
+
+def _explain(child: _Child, screen: Screen) -> None:
+    place, text = child.place, child.error
+    if not text and child.code < 0:
+        name = signal.Signals(-child.code).name
+        text = f"the process was ended by {name}"
+        if -child.code == signal.SIGKILL:
+            text += ", as the kernel does when memory runs out"
+    log = log_path(place.log_dir, place.stage, place.rank)
+    who = f"rank {place.rank}, " if place.world > 1 else ""
+    text = text or f"exit code {child.code}"
+    screen.close()
+    sys.stderr.write(f"error: {text} ({who}log: {log})\n")
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Ctrl-C, SIGTERM and SIGHUP are noted in the list instead of ending this process."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        noted.append(int(number))
+
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {kind: signal.signal(kind, note) for kind in kinds}
+    try:
+        yield noted
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

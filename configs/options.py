@@ -1,0 +1,120 @@
+"""Command-line options whose meaning, unit and default are read from the schema."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import click
+
+from dflash_pipeline.configs.docs import field_docs
+from dflash_pipeline.configs.load import load, preset_names
+from dflash_pipeline.configs.schema import Run
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# what the options of a line set in the run, kept until the body resolves it
+_GIVEN = "dflash_pipeline.given"
+
+
+class SchemaOption(click.Option):
+    """An option that stands for one field of the schema."""
+
+    def __init__(self, *declarations: Any, schema_key: str, **keywords: Any) -> None:
+        super().__init__(*declarations, **keywords)
+        self.schema_key = schema_key
+
+
+def resolve(context: click.Context, config: str, sets: tuple[str, ...]) -> Run:
+    """The run of this line: its options over `--set`, over the file, the preset, the schema."""
+    return load(config, sets, context.meta.get(_GIVEN, {}))
+
+
+def give(context: click.Context, key: str, value: object) -> None:
+    """As if an option of the line had set the schema's field `key`."""
+    context.meta.setdefault(_GIVEN, {})[key] = value
+
+
+def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Function], Function]:
+    """An option whose meaning, type and default are the schema's field `key`.
+
+    turns: the flag takes no value and sets the field to this.
+    """
+    doc = field_docs()[key]
+    is_list = typing.get_origin(doc.kind) is tuple
+    kind: Any = typing.get_args(doc.kind)[0] if is_list else doc.kind
+    if typing.get_origin(kind) is Literal:
+        kind = click.Choice(typing.get_args(kind))
+    text = ("Off: " if turns is False else "") + doc.text + (" Repeatable." if is_list else "")
+    if turns is None and doc.default not in ("", ()):
+        text += f"  [default: {doc.default}]"
+
+    def keep(context: click.Context, _parameter: click.Parameter, value: Any) -> None:
+        if value not in (None, ()):
+            give(context, key, turns if turns is not None else value)
+
+    declared: dict[str, Any] = {"multiple": is_list, "type": kind}
+    if turns is not None:
+        declared = {"is_flag": True, "flag_value": True, "default": None, "type": bool}
+    return click.option(
+        flag,
+        cls=SchemaOption,
+        schema_key=key,
+        help=text,
+        expose_value=False,
+        callback=keep,
+        **declared,
+    )
+
+
+def options(*pairs: tuple[str, str]) -> Callable[[Function], Function]:
+    """Several of them, in the order of the help text."""
+
+    def decorate(function: Function) -> Function:
+        for flag, key in reversed(pairs):
+            function = option(flag, key)(function)
+        return function
+
+    return decorate
+
+
+def configured(function: Function) -> Function:
+    """--config and --set."""
+    function = click.option(
+        "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any value. Repeatable."
+    )(function)
+    return click.option(
+        "--config",
+        default="",
+        metavar="FILE|PRESET",
+        help="A TOML file or a preset; empty: $DFLASH_CONFIG, else ./dflash.toml where there is "
+        f"one. Presets: {', '.join(preset_names())}.",
+    )(function)
+
+
+def placed(function: Function) -> Function:
+    """--gpus and --share-gpu."""
+    function = click.option(
+        "--share-gpu", is_flag=True, help="Use a GPU even if another process holds memory on it."
+    )(function)
+    return click.option(
+        "--gpus",
+        default="",
+        metavar="0-4,6|cpu|cpu:N",
+        help="Devices, one process each; numbers index the visible GPUs. Empty: every visible "
+        "GPU, else one CPU process.",
+    )(function)
+
+
+DATA = (
+    ("--data", "data.files"),
+    ("--max-len", "data.max_len"),
+    ("--overlong", "data.overlong"),
+    ("--limit", "data.limit"),
+)
+TEMPLATE = (
+    ("--thinking", "target.thinking"),
+    ("--template-arg", "target.template_args"),
+    ("--system-prompt", "target.system_prompt"),
+)

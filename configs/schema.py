@@ -1,0 +1,388 @@
+"""What a run is made of, a frozen dataclass a section; defaults, units and docs stand here alone.
+
+One file (`dflash.toml`) holds the sections of every stage; a stage reads the sections it needs.
+Where a default says "0: ..." or "empty: ...", the value named there comes from the target or the
+data, is resolved once at the start of the stage, and is written into the run's `run.json`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+def _need(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetConfig:
+    """The frozen language model that the drafter learns to run ahead of."""
+
+    id: str = ""
+    """Hugging Face directory or hub name, a llama-architecture .gguf file, `toy` or `smollm2`."""
+    revision: str = ""
+    """Hub revision; empty: the hub's default."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type; auto: bf16 on CUDA, fp32 on a CPU."""
+    layer_ids: tuple[int, ...] = ()
+    """Captured layers, each the output of that 0-based layer; empty: spread by the DFlash rule."""
+    num_capture_layers: int = 5
+    """How many layers the rule spreads when `layer_ids` is empty."""
+    mask_token_id: int = -1
+    """Embedding row that stands for a masked slot, never pad or eos; -1: the tokenizer's mask
+    token, else the first embedding row beyond the tokenizer's ids."""
+    thinking: Literal["default", "on", "off"] = "default"
+    """`enable_thinking` for the chat template; default: not passed."""
+    template_args: tuple[str, ...] = ()
+    """Further `key=value` arguments of the chat template."""
+    system_prompt: str = ""
+    """System turn put before conversations that have none; empty: none."""
+    trust_remote_code: bool = False
+    """Run Python that comes with the model. Off unless asked for."""
+
+    def __post_init__(self) -> None:
+        _need(self.num_capture_layers >= 1, "target.num_capture_layers must be at least 1")
+        for layer_id in self.layer_ids:
+            _need(layer_id >= 0, f"target.layer_ids holds {layer_id}: a layer id is at least 0")
+        _need(
+            len(set(self.layer_ids)) == len(self.layer_ids),
+            f"target.layer_ids {self.layer_ids} names a layer twice",
+        )
+        for argument in self.template_args:
+            _need("=" in argument, f"target.template_args holds {argument!r}: write key=value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Conversations to learn from."""
+
+    files: tuple[str, ...] = ()
+    """JSONL (.jsonl, .jsonl.gz), Parquet, or `hf:NAME[:SPLIT]` for a Hugging Face data set."""
+    max_len: int = 3072
+    """Longest sample, in tokens."""
+    overlong: Literal["truncate", "drop"] = "truncate"
+    """What happens to a longer one."""
+    limit: int = 0
+    """Rows read at most; 0: all."""
+    heldout: float = 0.02
+    """Share of samples kept from training, chosen by the hash of their first user prompt."""
+    max_bad_share: float = 0.05
+    """Share of rows that may be unusable before the run fails."""
+
+    def __post_init__(self) -> None:
+        _need(self.max_len >= 2, f"data.max_len must be at least 2, got {self.max_len}")
+        _need(self.limit >= 0, f"data.limit must be at least 0, got {self.limit}")
+        _need(0 <= self.heldout < 1, f"data.heldout must be in [0, 1), got {self.heldout}")
+        _need(0 <= self.max_bad_share <= 1, "data.max_bad_share must be in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreConfig:
+    """The Zarr store of hidden states."""
+
+    path: str = ""
+    """Directory of the store."""
+    hidden_mode: Literal["bf16"] = "bf16"
+    """How a captured layer's row is stored."""
+    last_mode: Literal["bf16", "none"] = "bf16"
+    """How the post-norm last state is stored; none: not at all (enough for plain cross-entropy)."""
+    last_rows: Literal["teacher", "all"] = "teacher"
+    """Rows of `last`: those that predict a supervised token, or all."""
+    shard_bytes: int = 1 << 30
+    """A shard is the fewest whole batches whose `hidden` reaches this size, in bytes."""
+
+    def __post_init__(self) -> None:
+        _need(
+            self.shard_bytes >= 1, f"store.shard_bytes must be at least 1, got {self.shard_bytes}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateConfig:
+    """Answers written by the target itself: what a drafter must learn to predict."""
+
+    out: str = ""
+    """JSONL file of answers; run again to resume."""
+    samples: int = 1
+    """Answers a prompt; ids become `<id>#k`."""
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    """Nucleus of the sampled distribution; 1: whole."""
+    top_k: int = 0
+    """Most likely tokens that may be sampled; 0: all."""
+    max_new_tokens: int = 1024
+    """Longest answer, in tokens."""
+    batch_size: int = 32
+    """Prompts generated together on one device."""
+    endpoints: tuple[str, ...] = ()
+    """OpenAI-compatible servers (http://host:port/v1) to ask instead of running the target here."""
+    concurrency: int = 32
+    """Requests in flight per endpoint."""
+    retries: int = 5
+    """Attempts after a failed request."""
+    timeout_s: float = 600.0
+    """Longest wait for one answer, in seconds."""
+    seed: int = 0
+    """Seed of sampled answers; each answer derives its own from it, its id and k."""
+
+    def __post_init__(self) -> None:
+        _need(self.samples >= 1, f"generate.samples must be at least 1, got {self.samples}")
+        _need(self.temperature >= 0, "generate.temperature must be at least 0")
+        _need(0 < self.top_p <= 1, f"generate.top_p must be in (0, 1], got {self.top_p}")
+        _need(self.max_new_tokens >= 1, "generate.max_new_tokens must be at least 1")
+        _need(self.batch_size >= 1, "generate.batch_size must be at least 1")
+        _need(self.concurrency >= 1, "generate.concurrency must be at least 1")
+        _need(
+            self.samples == 1 or self.temperature > 0,
+            f"generate.samples = {self.samples} needs a temperature above 0: "
+            "greedy answers are all the same",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureConfig:
+    """One pass of the target over the data."""
+
+    token_budget: int = 49152
+    """Tokens of a padded batch, at most."""
+    num_buckets: int = 6
+    """Length buckets, chosen from the data."""
+    pad_multiple: int = 64
+    """A batch is padded to its longest row, rounded up to this many tokens."""
+    gate_samples: int = 4
+    """Samples per bucket group that the gate recomputes one by one before the first commit."""
+    max_bad_share: float = 0.01
+    """Share of samples with NaN, Inf or all-zero rows before the run fails."""
+    max_shard_failures: int = 3
+    """A shard that failed this often is set aside and named at the end."""
+    heartbeat_s: float = 10.0
+    """Seconds between a worker's signs of life."""
+    hung_s: float = 600.0
+    """A lease whose holder gave no sign of life for so many seconds is taken over."""
+    device_buffers: int = 2
+    """Batches whose rows the GPU holds at the same time: one being computed, one being copied."""
+    host_buffers: int = 4
+    """Batches held in host memory on their way to the disk."""
+    seed: int = 0
+    """Seed of the order of batches."""
+
+    def __post_init__(self) -> None:
+        _need(self.device_buffers >= 2, "capture.device_buffers must be at least 2")
+        _need(self.host_buffers >= 2, "capture.host_buffers must be at least 2")
+        _need(self.token_budget >= 64, "capture.token_budget must be at least 64")
+        _need(self.num_buckets >= 1, "capture.num_buckets must be at least 1")
+        _need(self.pad_multiple >= 1, "capture.pad_multiple must be at least 1")
+        _need(self.gate_samples >= 1, "capture.gate_samples must be at least 1")
+        _need(self.hung_s > 2 * self.heartbeat_s, "capture.hung_s must exceed two heartbeats")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterConfig:
+    """The network that is trained: a few Qwen3 layers over the target's features."""
+
+    num_layers: int = 5
+    """Decoder layers."""
+    block_size: int = 16
+    """Slots of a block, the anchor's included; it proposes one token fewer."""
+    layer_ids: tuple[int, ...] = ()
+    """Captured layers it reads, a subset of the store's; empty: all of them."""
+    intermediate_size: int = 0
+    """Width of the MLP; 0: the target's (its dense width; 3 x hidden for a pure MoE)."""
+    num_heads: int = 0
+    """Query heads; 0: the target's."""
+    num_kv_heads: int = 0
+    """Key and value heads; 0: the target's."""
+    head_dim: int = 0
+    """Width of a head; 0: the target's."""
+    rope_theta: float = 0.0
+    """Base of the rotary embedding; 0: the target's."""
+    sliding_window: int = 0
+    """Context tokens that a sliding layer's query sees, itself included; 0: full attention."""
+    num_full_layers: int = 0
+    """With a sliding window: the last layers that keep full attention."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    def __post_init__(self) -> None:
+        _need(self.num_layers >= 1, f"drafter.num_layers must be at least 1, got {self.num_layers}")
+        _need(self.block_size >= 2, f"drafter.block_size must be at least 2, got {self.block_size}")
+        _need(self.sliding_window >= 0, "drafter.sliding_window must be at least 0")
+        _need(
+            0 <= self.num_full_layers <= self.num_layers,
+            "drafter.num_full_layers must be between 0 and drafter.num_layers",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """What the drafter is asked to get right."""
+
+    ce: float = 1.0
+    """Weight of cross-entropy against the data's token."""
+    kl: float = 0.0
+    """Weight of forward KL against the target's distribution; needs `last` in the store."""
+    temperature: float = 1.0
+    """Temperature of both distributions in the KL term."""
+    gamma: float = 7.0
+    """Slots until a slot's weight has fallen to 1/e (7, 5, 4 for blocks of 16, 10, 8)."""
+    position_chunk: int = 1024
+    """Drafted positions whose logits exist at the same time."""
+
+    def __post_init__(self) -> None:
+        _need(self.ce >= 0, f"loss.ce must be at least 0, got {self.ce}")
+        _need(self.kl >= 0, f"loss.kl must be at least 0, got {self.kl}")
+        _need(self.ce + self.kl > 0, "loss.ce and loss.kl are both 0: nothing to learn")
+        _need(self.temperature > 0, "loss.temperature must be above 0")
+        _need(self.gamma > 0, f"loss.gamma must be above 0, got {self.gamma}")
+        _need(self.position_chunk >= 1, "loss.position_chunk must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW over fp32 masters and its schedule."""
+
+    lr: float = 6e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; norms have none."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0: not clipped."""
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """Learning rate after warm-up; wsd holds it, then decays."""
+    warmup: float = 0.04
+    """Share of all steps over which the learning rate rises from 0."""
+    decay: float = 0.2
+    """wsd: share of all steps over which it falls at the end."""
+    min_lr_share: float = 0.0
+    """Share of the peak that is left at the last step."""
+
+    def __post_init__(self) -> None:
+        _need(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
+        _need(0 <= self.beta1 < 1, "optim.beta1 must be in [0, 1)")
+        _need(0 <= self.beta2 < 1, "optim.beta2 must be in [0, 1)")
+        _need(self.clip >= 0, "optim.clip must be at least 0")
+        _need(0 <= self.warmup < 1, "optim.warmup must be in [0, 1)")
+        _need(0 < self.decay <= 1, "optim.decay must be in (0, 1]")
+        _need(self.warmup + self.decay <= 1, "optim.warmup + optim.decay must not exceed 1")
+        _need(0 <= self.min_lr_share <= 1, "optim.min_lr_share must be in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedConfig:
+    """From disk to the GPU."""
+
+    threads: int = 2
+    """Reader threads a trainer."""
+    depth: int = 3
+    """Batches held ready in pinned memory."""
+    check: bool = False
+    """Compare the checksum of every chunk that is read."""
+
+    def __post_init__(self) -> None:
+        _need(self.threads >= 1, f"feed.threads must be at least 1, got {self.threads}")
+        _need(self.depth >= 1, f"feed.depth must be at least 1, got {self.depth}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The training run."""
+
+    out: str = ""
+    """Run directory; empty: `runs/<store name>-<time>`."""
+    stores: tuple[str, ...] = ()
+    """Stores to train on, each `PATH` or `PATH:SHARE`; empty: `store.path`."""
+    init_from: str = ""
+    """Drafter checkpoint to start from; empty: random weights."""
+    epochs: int = 6
+    """Passes over the samples."""
+    max_steps: int = 0
+    """Optimizer steps at most; 0: as the epochs give."""
+    anchors_per_sample: int = 512
+    """Blocks drawn from one sample, at most."""
+    batch_anchors: int = 512
+    """Blocks of one batch, at most."""
+    batch_tokens: int = 8192
+    """Context tokens of one batch, at most."""
+    accumulate: int = 1
+    """Batches a rank adds up before an optimizer step."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Compute type; masters are fp32. auto: bf16 on CUDA, fp32 on a CPU."""
+    seed: int = 0
+    """Seed of weights, order and anchors."""
+    follow: bool = True
+    """Train on a store that is still being captured; off: refuse it."""
+    log_every: int = 10
+    """Steps between log lines."""
+    save_every: int = 500
+    """Steps between checkpoints."""
+    keep: int = 3
+    """Checkpoints kept besides the best."""
+    validate_every: int = 500
+    """Steps between replays of held-out samples; 0: only at the end."""
+    validate_samples: int = 64
+    """Held-out samples replayed, at most."""
+    max_bad_steps: int = 20
+    """Steps in a row without a finite loss and gradient before the run fails."""
+    timeout_s: float = 600.0
+    """Longest wait for another rank, in seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "anchors_per_sample", "batch_anchors", "accumulate", "log_every"):
+            _need(getattr(self, name) >= 1, f"train.{name} must be at least 1")
+        for name in ("save_every", "keep", "max_bad_steps"):
+            _need(getattr(self, name) >= 1, f"train.{name} must be at least 1")
+        _need(self.batch_tokens >= 2, "train.batch_tokens must be at least 2")
+        _need(self.max_steps >= 0, "train.max_steps must be at least 0")
+        _need(self.validate_every >= 0, "train.validate_every must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Acceptance, measured by decoding."""
+
+    drafter: str = ""
+    """A run directory (best, else last), a step, or a z-lab or speculators checkpoint."""
+    prompts: tuple[str, ...] = ()
+    """Files of conversations whose last user turn is answered; empty: the store's held-out split
+    by replay."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    limit: int = 0
+    """Prompts a domain, at most; 0: all."""
+    as_stored: bool = False
+    """Round live features through the store's mode before the drafter sees them."""
+    lookup_ngram: int = 3
+    """Longest suffix that the prompt-lookup baseline matches, in tokens."""
+    json: str = ""
+    """File for the results; empty: none."""
+
+    def __post_init__(self) -> None:
+        _need(self.max_new_tokens >= 1, "eval.max_new_tokens must be at least 1")
+        _need(self.limit >= 0, "eval.limit must be at least 0")
+        _need(self.lookup_ngram >= 1, "eval.lookup_ngram must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """All sections; what `dflash config` prints and `run.json` records."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    feed: FeedConfig = field(default_factory=FeedConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)

@@ -1,0 +1,97 @@
+"""How a running stage looks: one line with an ETA on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+# a log file that somebody reads later wants few lines
+PLAIN_EVERY_S = 10.0
+
+
+class Screen:
+    """Renders what the processes of one stage report. Belongs to one thread.
+
+    Progress is of the whole stage as each process knows it; the furthest one is shown.
+    """
+
+    def __init__(self, lines: TextIO, stage: str, world: int) -> None:
+        self._lines, self._stage, self._world = lines, stage, world
+        self._is_terminal = lines.isatty()
+        self._is_line_open = False
+        self._shown_at = -PLAIN_EVERY_S
+        self._shown = ""
+        self._latest: Mapping[str, Any] = {}
+
+    def say(self, rank: int, text: str) -> None:
+        self._clear()
+        self._lines.write(f"[{rank}] {text}\n" if self._world > 1 else f"{text}\n")
+        self._lines.flush()
+
+    def note(self, text: str) -> None:
+        """A line of the launcher itself."""
+        self._clear()
+        self._lines.write(text + "\n")
+        self._lines.flush()
+
+    def progress(self, message: Mapping[str, Any]) -> None:
+        if self._latest.get("unit") == message["unit"] and self._latest["total"]:
+            # another rank knows less, or tells the end again
+            is_behind = message["done"] < self._latest["done"]
+            if is_behind or (_is_over(self._latest) and _is_over(message)):
+                return
+        self._latest = message
+        self._shown = progress_line(self._stage, message)
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            self._lines.write(f"\r\x1b[K{self._shown[:width]}")
+            self._lines.flush()
+            self._is_line_open = True
+        elif time.monotonic() - self._shown_at >= PLAIN_EVERY_S or _is_over(message):
+            self._shown_at = time.monotonic()
+            self._lines.write(self._shown + "\n")
+            self._lines.flush()
+
+    def close(self) -> None:
+        """Leave the last state of the line above whatever comes next."""
+        if self._is_line_open:
+            self._lines.write("\n")
+            self._lines.flush()
+            self._is_line_open = False
+
+    def _clear(self) -> None:
+        if self._is_line_open:
+            self._lines.write("\r\x1b[K")
+            self._is_line_open = False
+
+
+def progress_line(stage: str, message: Mapping[str, Any]) -> str:
+    """`capture: 1,200 of 9,000 samples (13 %), 41 samples/s, 0:03:10 left, loss 2.31`."""
+    done, total, rate = message["done"], message["total"], message["rate"]
+    parts = [f"{stage}: {_number(done)}"]
+    if total:
+        parts[0] += f" of {_number(total)} {message['unit']} ({100 * done / total:.0f} %)"
+    else:
+        parts[0] += f" {message['unit']}"
+    if rate > 0:
+        parts.append(f"{_number(rate)} {message['unit']}/s")
+        if total and not _is_over(message):
+            parts.append(f"{duration((total - done) / rate)} left")
+    parts += [f"{name} {_number(value)}" for name, value in message["numbers"].items()]
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes, seconds: `1:02:03`."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _is_over(message: Mapping[str, Any]) -> bool:
+    return bool(message["total"]) and message["done"] >= message["total"]

@@ -1,0 +1,138 @@
+"""One small file a process that says what it is doing; `dflash status` reads it, dead or alive."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+STATES = ("starting", "running", "waiting", "done", "failed", "stopped")
+
+
+@dataclass(kw_only=True, slots=True)
+class Status:
+    """What one process is doing. Times are seconds since 1970."""
+
+    stage: str
+    rank: int
+    pid: int = 0
+    host: str = ""
+    started_at: float = 0.0
+    """When this process began, as the kernel counts it; tells a reused process id apart."""
+    time: float = 0.0
+    """When this was written."""
+    device: str = ""
+    state: str = "starting"
+    text: str = ""
+    """The last thing said."""
+    done: float = 0.0
+    total: float = 0.0
+    unit: str = ""
+    begin_done: float = 0.0
+    """Where `done` stood when this process began to count; the rate leaves it out."""
+    begin_time: float = 0.0
+    numbers: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Units a second since counting began; 0 while unknown."""
+        elapsed_s = self.time - self.begin_time
+        return (self.done - self.begin_done) / elapsed_s if elapsed_s > 0 else 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        """The process runs on this host. For another host: it wrote within the last minute."""
+        if self.state not in ("starting", "running", "waiting"):
+            return False
+        if self.host != socket.gethostname():
+            return time.time() - self.time < 60
+        return process_start(self.pid) == self.started_at
+
+
+def process_start(pid: int) -> float:
+    """The kernel's start count of a process, 0 where it is gone or the system does not tell."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0.0
+    fields_after_name = text.rpartition(")")[2].split()
+    # a zombie has ended: only its parent has not noticed yet
+    return 0.0 if fields_after_name[0] == "Z" else float(fields_after_name[19])
+
+
+def status_path(log_dir: str, stage: str, rank: int) -> Path:
+    return Path(log_dir) / f"{stage}-{rank}.status.json"
+
+
+def log_path(log_dir: str, stage: str, rank: int) -> Path:
+    return Path(log_dir) / f"{stage}-{rank}.log"
+
+
+def new_status(stage: str, rank: int, device: str) -> Status:
+    """The status of this process before it has done anything."""
+    return Status(
+        stage=stage,
+        rank=rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started_at=process_start(os.getpid()),
+        device=device,
+    )
+
+
+def write_status(log_dir: str, status: Status) -> None:
+    """Replace the file as a whole, so that a reader never sees half of one."""
+    status.time = time.time()
+    path = status_path(log_dir, status.stage, status.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside.write_text(json.dumps(asdict(status)))
+    os.replace(aside, path)
+
+
+def read_status(path: Path) -> Status | None:
+    """One status file; None where it is gone or is not one."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(value, dict) or "stage" not in value or "rank" not in value:
+        return None
+    names = {one.name for one in fields(Status)}
+    return Status(**{name: item for name, item in value.items() if name in names})
+
+
+def end_status(log_dir: str, stage: str, rank: int, state: str, error: str) -> None:
+    """Write how this process ended; keeps what it had counted. A full disk must not hide why."""
+    path = status_path(log_dir, stage, rank)
+    status = read_status(path)
+    if status is None or status.pid != os.getpid():
+        status = new_status(stage, rank, "")
+    status.state, status.error = state, error
+    with contextlib.suppress(OSError):
+        write_status(log_dir, status)
+
+
+def find_statuses(directory: Path) -> list[Status]:
+    """Every status of a run: of a run directory, a store, an answer file, or a log directory."""
+    places = [directory, directory / "logs", directory.with_name(directory.name + ".logs")]
+    found = [
+        status
+        for place in places
+        for path in sorted(place.glob("*.status.json"))
+        if (status := read_status(path)) is not None
+    ]
+    return sorted(found, key=lambda status: (status.stage, status.rank))
+
+
+def forget_ended(log_dir: str, stage: str) -> None:
+    """Remove what ended processes of a stage left; an earlier run may have had more of them."""
+    for path in Path(log_dir).glob(f"{stage}-*.status.json"):
+        status = read_status(path)
+        if status is None or not status.is_alive:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""A process that torchrun started is one rank already: nothing is launched."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from dflash_pipeline.configs import child, gpus
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.launch import place_of
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.status import log_path, read_status, status_path
+
+
+def is_rank() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_rank(
+    entry: str,
+    run: Run,
+    gpus_text: str,
+    stage: str,
+    log_dir: str,
+    extra: Mapping[str, object],
+) -> int:
+    """Call `entry` in this process, which from here on sees its own GPU alone.
+
+    Returns the exit code. The traceback goes to the rank's log, one line to the terminal.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    devices = gpus.parse(gpus_text)
+    if devices.kind == "cuda":
+        if local_rank >= len(devices.ids):
+            raise UsageError(
+                f"torchrun started local rank {local_rank}, but there are only {devices}: lower "
+                "--nproc-per-node"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus.device_name(devices.ids[local_rank])
+    world_devices = Devices(devices.kind, tuple(range(world)))
+    place = place_of(world_devices, rank, stage, log_dir, "env://")
+    Path(log_dir).mkdir(parents=True, exist_ok=True)
+    log = log_path(log_dir, stage, rank)
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        code = child.call(entry, run, place, dict(extra))
+    finally:
+        sys.stderr.flush()
+        os.dup2(terminal, 2)
+        os.close(terminal)
+    if code in (1, 2):
+        ended = read_status(status_path(log_dir, stage, rank))
+        error = ended.error if ended else f"exit code {code}"
+        sys.stderr.write(f"error: {error} (rank {rank}, log: {log})\n")
+    return code

@@ -1,0 +1,67 @@
+"""Stages that stand in for the real ones in tests of the launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+STAGES = """
+import os, signal, sys, time
+from pathlib import Path
+from dflash_pipeline.configs.errors import UsageError
+
+def RunLog(place):
+    # here, not above: importing the store's package takes as long as all the rest of a child
+    from dflash_pipeline.store import runlog
+    return runlog.RunLog(place)
+
+def work(run, place, extra):
+    log = RunLog(place)
+    log.say(f"{place.device} {os.environ['CUDA_VISIBLE_DEVICES']!r} {run.optim.lr} {extra}")
+    log.progress(1, 2, "samples")
+    log.progress(2, 2, "samples", loss=1.5)
+    print("printed by the stage", file=sys.stderr)
+
+def first_fails(run, place, extra):
+    if place.rank == 0:
+        while not Path(place.log_dir, "waiting-1").exists():
+            time.sleep(0.01)
+        raise ValueError("store x holds layers 1,\\nwanted 2")
+    wait(run, place, extra)
+
+def wait(run, place, extra):
+    log = RunLog(place)
+    log.state("waiting")
+    log.say(f"pid {os.getpid()}")
+    Path(place.log_dir, f"waiting-{place.rank}").touch()
+    time.sleep(60)
+
+def refuse(run, place, extra):
+    raise UsageError("no such model")
+
+def killed(run, place, extra):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def deaf(run, place, extra):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait(run, place, extra)
+
+def stops_by_itself(run, place, extra):
+    noted = []
+    signal.signal(signal.SIGTERM, lambda *_: noted.append(1))
+    Path(place.log_dir, f"waiting-{place.rank}").touch()
+    while not noted:
+        time.sleep(0.01)
+    RunLog(place).say("finished the batch")
+"""
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a module that child processes can import; each function is one way to behave."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "stand_ins.py").write_text(STAGES)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return "stand_ins"

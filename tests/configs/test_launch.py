@@ -1,0 +1,145 @@
+"""One process a device: what it is told, what is shown, and how all of them end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_pipeline.configs import launch as launcher
+from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.launch import launch
+from dflash_pipeline.configs.load import load
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.status import find_statuses, process_start
+
+TWO = Devices("cpu", (0, 1))
+
+
+def _signal_once_waiting(logs: Path, times: int) -> None:
+    def send() -> None:
+        while len(list(logs.glob("waiting-*"))) < 2:
+            time.sleep(0.01)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_every_process_gets_the_run_its_place_and_the_extras(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = load("", ["optim.lr=0.25"], {})
+    assert launch(f"{stages}:work", run, TWO, "train", str(tmp_path / "logs"), {"a": [1]}) == 0
+    out = capfd.readouterr().out
+    assert "[0] cpu '' 0.25 {'a': [1]}" in out
+    assert "[1] cpu '' 0.25 {'a': [1]}" in out
+    assert out.count("train: 2 of 2 samples (100 %)") == 1
+    assert "loss 1.5" in out
+    log = (tmp_path / "logs" / "train-1.log").read_text()
+    assert "printed by the stage" in log
+    assert [one.state for one in find_statuses(tmp_path)] == ["done", "done"]
+
+
+def test_the_first_failure_ends_the_rest_and_is_one_line_on_the_terminal(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begin = time.monotonic()
+    assert launch(f"{stages}:first_fails", Run(), TWO, "train", str(tmp_path / "logs"), {}) == 1
+    assert time.monotonic() - begin < 15
+    log = tmp_path / "logs" / "train-0.log"
+    error = f"error: store x holds layers 1, wanted 2 (rank 0, log: {log})\n"
+    assert capfd.readouterr().err == error
+    assert "Traceback (most recent call last)" in log.read_text()
+    assert [one.state for one in find_statuses(tmp_path)] == ["failed", "stopped"]
+
+
+def test_a_usage_error_of_a_stage_is_exit_code_2(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = Devices("cpu", (0,))
+    assert launch(f"{stages}:refuse", Run(), one, "export", str(tmp_path), {}) == 2
+    assert capfd.readouterr().err.startswith("error: no such model (log: ")
+
+
+def test_a_process_that_the_kernel_ends_is_explained(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(f"{stages}:killed", Run(), TWO, "capture", str(tmp_path), {}) == 1
+    assert "ended by SIGKILL, as the kernel does when memory runs out" in capfd.readouterr().err
+
+
+def test_an_entry_that_does_not_exist_fails_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = Devices("cpu", (0,))
+    assert launch("no_such_module:main", Run(), one, "eval", str(tmp_path), {}) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("error: ModuleNotFoundError: No module named 'no_such_module'")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("behaviour", ["wait", "stops_by_itself"])
+def test_ctrl_c_stops_every_process_and_is_exit_code_130(
+    behaviour: str, stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _signal_once_waiting(tmp_path, times=1)
+    assert launch(f"{stages}:{behaviour}", Run(), TWO, "capture", str(tmp_path), {}) == 130
+    captured = capfd.readouterr()
+    assert "SIGINT: stopping, up to 30 s" in captured.out
+    assert "error" not in captured.err
+    if behaviour == "stops_by_itself":
+        assert captured.out.count("finished the batch") == 2
+
+
+def test_a_second_ctrl_c_does_not_wait(stages: str, tmp_path: Path) -> None:
+    _signal_once_waiting(tmp_path, times=2)
+    begin = time.monotonic()
+    assert launch(f"{stages}:deaf", Run(), TWO, "capture", str(tmp_path), {}) == 130
+    assert time.monotonic() - begin < 15
+
+
+def test_a_process_that_does_not_listen_is_killed_after_the_grace(
+    stages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "GRACE_S", 0.3)
+    _signal_once_waiting(tmp_path, times=1)
+    assert launch(f"{stages}:deaf", Run(), TWO, "capture", str(tmp_path), {}) == 130
+
+
+def test_children_do_not_outlive_a_killed_parent(stages: str, tmp_path: Path) -> None:
+    code = (
+        "from dflash_pipeline.configs.launch import launch\n"
+        "from dflash_pipeline.configs.gpus import Devices\n"
+        "from dflash_pipeline.configs.schema import Run\n"
+        f"launch('{stages}:wait', Run(), Devices('cpu', (0,)), 'capture', {str(tmp_path)!r}, {{}})"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        said = re.fullmatch(r"pid (\d+)\n", parent.stdout.readline())
+        assert said is not None
+        pid = int(said[1])
+        assert process_start(pid) > 0
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while process_start(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process_start(pid) == 0
+
+
+def test_a_run_with_fewer_processes_forgets_those_of_the_last_one(
+    stages: str, tmp_path: Path
+) -> None:
+    for devices in (Devices("cpu", (0, 1)), Devices("cpu", (0,))):
+        assert launch(f"{stages}:work", Run(), devices, "train", str(tmp_path), {}) == 0
+    assert [one.rank for one in find_statuses(tmp_path)] == [0]

@@ -1,0 +1,122 @@
+"""One run from a file, a preset, --set and options; or one error that names the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.load import differences, from_dict, load, to_dict, to_toml
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _file(text: str, name: str = "dflash.toml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def test_the_nearer_to_the_line_wins() -> None:
+    _file('preset = "llama-3.1-8b"\n[drafter]\nnum_layers = 7\n[optim]\nlr = 1e-3\nclip = 2')
+    run = load("", ["optim.lr=2e-3", "optim.clip=3"], {"optim.clip": 4.0, "optim.eps": None})
+    assert run.drafter.block_size == 10  # preset
+    assert run.drafter.num_layers == 7  # file over preset
+    assert run.optim.lr == 2e-3  # --set over file
+    assert run.optim.clip == 4.0  # option over --set
+    assert run.optim.beta1 == load("tiny", [], {}).optim.beta1  # schema
+
+
+def test_the_file_comes_from_the_environment_before_the_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _file("[optim]\nlr = 1.0")
+    monkeypatch.setenv("DFLASH_CONFIG", _file("[optim]\nlr = 2.0", "other.toml"))
+    assert load("", [], {}).optim.lr == 2.0
+    monkeypatch.delenv("DFLASH_CONFIG")
+    assert load("", [], {}).optim.lr == 1.0
+
+
+def test_without_any_file_the_schema_holds() -> None:
+    assert load("", [], {}) == from_dict({})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[drafter]\nblok_size = 8", "unknown key drafter.blok_size; did you mean drafter.block"),
+        ("[draftr]\nblock_size = 8", r"unknown section \[draftr\]; did you mean drafter\?"),
+        ("[train]\nlr = 1.0", "unknown key train.lr; did you mean optim.lr"),
+        ("[drafter]\nblock_size = 8.5", "drafter.block_size must be int, got 8.5"),
+        ("[drafter]\nblock_size = true", "drafter.block_size must be int, got True"),
+        ("[data]\noverlong = 'cut'", "must be one of 'truncate', 'drop', got 'cut'"),
+        ("[target]\nlayer_ids = [1, 'a']", r"target.layer_ids\[1\] must be int, got 'a'"),
+        ("[drafter]\nblock_size = 1", "drafter.block_size must be at least 2, got 1"),
+        ("drafter = 3", r"drafter is a section, write \[drafter\]"),
+        ("preset = 'qwen3-8'", "no preset 'qwen3-8'; did you mean qwen3-8b"),
+        ("[drafter", "dflash.toml is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(text: str, message: str) -> None:
+    _file(text)
+    with pytest.raises(UsageError, match=message) as caught:
+        load("", [], {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("drafter.block_size", "write section.key=value"),
+        ("block_size=8", "unknown key block_size; did you mean drafter.block_size"),
+        ("drafter.block_size=eight", "--set drafter.block_size must be int, got 'eight'"),
+    ],
+)
+def test_a_wrong_set_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load("", [text], {})
+
+
+def test_a_set_reads_text_numbers_and_lists() -> None:
+    sets = [
+        "target.id=a/b",
+        "target.layer_ids=1,9, 17",
+        "data.files=['a.jsonl', 'b.jsonl']",
+        "eval.prompts=c.jsonl",
+        "train.follow=false",
+        "optim.lr=1",
+    ]
+    run = load("", sets, {})
+    assert run.target.id == "a/b"
+    assert run.target.layer_ids == (1, 9, 17)
+    assert run.data.files == ("a.jsonl", "b.jsonl")
+    assert run.eval.prompts == ("c.jsonl",)
+    assert run.train.follow is False
+    assert isinstance(run.optim.lr, float)
+
+
+def test_a_missing_file_is_named_beside_the_presets() -> None:
+    with pytest.raises(UsageError, match=r"no file and no preset qwen3-4; did you mean qwen3-4b"):
+        load("qwen3-4", [], {})
+    with pytest.raises(UsageError, match="is a directory"):
+        load(".", [], {})
+
+
+def test_a_run_survives_toml_and_json() -> None:
+    run = load("qwen3.5-35b-a3b", ["data.files=['é \"quoted\".jsonl']", "optim.eps=1e-12"], {})
+    assert load(_file(to_toml(run)), [], {}) == run
+    assert from_dict(json.loads(json.dumps(to_dict(run)))) == run
+
+
+def test_differences_name_each_value_of_the_sections_asked_for() -> None:
+    first = load("", [], {})
+    second = load("", ["drafter.block_size=8", "optim.lr=1.0", "train.seed=3"], {})
+    assert differences(first, second, ["drafter", "train"]) == [
+        f"drafter.block_size: {first.drafter.block_size}, now 8",
+        f"train.seed: {first.train.seed}, now 3",
+    ]
+    assert differences(first, first, ["drafter", "optim"]) == []

@@ -1,0 +1,55 @@
+"""Progress as a line: an ETA from one sum over one count, few lines where nobody watches."""
+
+from __future__ import annotations
+
+import io
+
+from dflash_pipeline.configs.screen import Screen, duration, progress_line
+
+
+def _message(done: float, total: float, rate: float) -> dict[str, object]:
+    return {"done": done, "total": total, "unit": "samples", "rate": rate, "numbers": {}}
+
+
+def test_a_line_holds_share_rate_and_time_left() -> None:
+    message = {**_message(1200, 9000, 41.0), "numbers": {"loss": 2.3125}}
+    assert progress_line("capture", message) == (
+        "capture: 1,200 of 9,000 samples (13 %), 41 samples/s, 0:03:10 left, loss 2.312"
+    )
+
+
+def test_an_unknown_total_promises_no_end() -> None:
+    assert progress_line("train", _message(5, 0, 2.5)) == "train: 5 samples, 2.5 samples/s"
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (0.4, 61, 3723)] == ["0:00:00", "0:01:01", "1:02:03"]
+
+
+def test_a_file_gets_the_first_and_the_last_line_of_a_quick_run() -> None:
+    lines = io.StringIO()
+    screen = Screen(lines, "capture", world=2)
+    for done in range(1, 101):
+        screen.progress(_message(done, 100, 10.0))
+    screen.progress(_message(100, 100, 9.0))  # the other rank tells the end as well
+    screen.close()
+    assert [line.split(" samples")[0] for line in lines.getvalue().splitlines()] == [
+        "capture: 1 of 100",
+        "capture: 100 of 100",
+    ]
+
+
+def test_a_terminal_gets_one_rewritten_line_that_gives_way_to_what_is_said() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = Terminal()
+    screen = Screen(lines, "train", world=1)
+    screen.progress(_message(1, 10, 1.0))
+    screen.say(0, "saved")
+    screen.progress(_message(2, 10, 1.0))
+    screen.close()
+    first = "\r\x1b[Ktrain: 1 of 10 samples (10 %), 1 samples/s, 0:00:09 left"
+    second = "\r\x1b[Ktrain: 2 of 10 samples (20 %), 1 samples/s, 0:00:08 left"
+    assert lines.getvalue() == f"{first}\r\x1b[Ksaved\n{second}\n"

@@ -1,0 +1,126 @@
+"""Rules a reader relies on: who imports whom, what is packaged, what is documented."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dflash_pipeline.configs.docs import field_docs
+from dflash_pipeline.configs.load import load, preset_names
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("configs", "store", "capture", "train")
+ALLOWED = {
+    "configs": {"configs"},
+    # only what a stage is told: the run, its place, and the error for people
+    "store": {"configs", "store"},
+    "capture": {"configs", "store", "capture"},
+    "train": {"configs", "store", "train"},
+}
+HEAVY = {"torch", "transformers", "triton", "safetensors"}
+
+
+def _modules(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def _imports(path: Path) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            found.append(module)
+            # `from dflash_pipeline import train` names a folder as well
+            found += [f"{module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_what_it_may(folder: str) -> None:
+    for path in _modules(folder):
+        for name in _imports(path):
+            parts = name.split(".")
+            if parts[0] == "dflash_pipeline" and len(parts) > 1:
+                assert parts[1] in ALLOWED[folder], f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_store_knows_neither_torch_nor_transformers() -> None:
+    for path in _modules("store"):
+        heavy = {name.split(".")[0] for name in _imports(path)} & HEAVY
+        assert not heavy, f"{path.relative_to(ROOT)} imports {heavy}"
+
+
+def test_configs_needs_the_standard_library_and_click_alone() -> None:
+    light = {"dflash_pipeline", "click", *sys.stdlib_module_names}
+    for path in _modules("configs"):
+        for name in _imports(path):
+            assert name.split(".")[0] in light, f"{path}: {name}"
+
+
+def test_root_holds_what_the_layout_names() -> None:
+    assert [path.name for path in ROOT.glob("*.py")] == ["cli.py"]
+
+
+def test_nothing_reads_a_pickle() -> None:
+    for folder in FOLDERS:
+        for path in _modules(folder):
+            assert not {"pickle", "torch.load", "joblib", "dill"} & set(_imports(path)), path
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Attribute) and node.attr == "load":
+                    assert ast.unparse(node.value) not in ("torch", "pickle"), path
+
+
+def test_packages_listed_are_the_folders_on_disk() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    on_disk = {"dflash_pipeline"}
+    for path in ROOT.rglob("__init__.py"):
+        parts = path.relative_to(ROOT).parts[:-1]
+        if parts[0] in FOLDERS:
+            on_disk.add(".".join(("dflash_pipeline", *parts)))
+    assert set(project["tool"]["setuptools"]["packages"]) == on_disk
+
+
+def test_root_has_no_init_file() -> None:
+    # with one, pytest would put the parent folder on the path and mypy would misname the tree
+    assert not (ROOT / "__init__.py").exists()
+
+
+def test_every_field_of_the_schema_is_documented() -> None:
+    for key, doc in field_docs().items():
+        assert doc.text.endswith("."), f"{key} has no sentence under it"
+
+
+def test_every_field_of_the_schema_is_read_somewhere() -> None:
+    paths = [path for folder in ("store", "capture", "train") for path in _modules(folder)]
+    paths += [ROOT / "cli.py", ROOT / "configs/launch.py"]
+    read = {
+        node.attr
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    unread = [key for key in field_docs() if key.partition(".")[2] not in read]
+    assert not unread, f"set by users and read by nobody: {unread}"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_loads_and_states_its_thinking_mode(name: str) -> None:
+    load(name, [], {})
+    assert "thinking" in tomllib.loads((ROOT / "configs" / f"{name}.toml").read_text())["target"]
+
+
+def test_presets_follow_the_papers_gamma_for_their_block() -> None:
+    # arXiv 2602.06036, A.1: 7, 5, 4 for blocks of 16, 10, 8
+    expected = {16: 7.0, 10: 5.0, 8: 4.0}
+    for name in preset_names():
+        run = load(name, [], {})
+        block_size = run.drafter.block_size
+        if block_size in expected:
+            assert run.loss.gamma == expected[block_size], name

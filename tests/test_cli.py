@@ -1,0 +1,409 @@
+"""The lines people type: what each launches, what it refuses, and what it says at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from dflash_pipeline.cli import dflash, main
+from dflash_pipeline.configs.docs import field_docs
+from dflash_pipeline.configs.gpus import parse, reserved
+from dflash_pipeline.configs.load import load
+from dflash_pipeline.configs.options import SchemaOption, resolve
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.status import new_status, write_status
+
+GOLDEN = Path(__file__).parent / "golden" / "help.txt"
+
+# child processes import this before anything else: each stage notes its call and does nothing
+STAND_INS = """
+import json, os, sys, types
+from dataclasses import asdict
+
+def stage(name):
+    def note(run, place, extra, **more):
+        from dflash_pipeline.configs.load import to_dict
+        line = {"entry": name, "run": to_dict(run), "place": asdict(place), "extra": extra}
+        line["more"] = sorted(more)
+        line["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES")
+        descriptor = os.open(os.environ["CALLS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(descriptor, (json.dumps(line) + "\\n").encode())
+        if os.environ.get("FAILS") == name:
+            raise ValueError("it did not work")
+        if extra.get("json"):
+            print('{"clean": true}')
+    return note
+
+STAGES = {
+    "capture": ("planning", "worker", "generate", "demo", "decoder"),
+    "train": ("worker", "evaluate", "export"),
+    "store": ("describe", "check"),
+}
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        parts = name.split(".")
+        if parts[0] != "dflash_pipeline" or len(parts) != 3:
+            return None
+        if parts[2] not in STAGES.get(parts[1], ()):
+            return None
+        from importlib.machinery import ModuleSpec
+        return ModuleSpec(name, self)
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.main = stage(spec.name.removeprefix("dflash_pipeline."))
+        module.open_target = None
+        return module
+
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+    calls: list[dict[str, Any]]
+
+    @property
+    def last_line(self) -> str:
+        return self.out.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def type_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., Ended]:
+    """Type one line in an empty folder, with stand-ins for the stages."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "sitecustomize.py").write_text(STAND_INS)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "home")
+    for name in ("hs", "x"):
+        Path(name).mkdir()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "DFLASH_GPUS_AS_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    calls = tmp_path / "calls"
+
+    def run(line: str) -> Ended:
+        calls.unlink(missing_ok=True)
+        monkeypatch.setenv("CALLS", str(calls))
+        words = shlex.split(line)
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as end:
+            main(words[1:])
+        captured = capfd.readouterr()
+        noted = calls.read_text().splitlines() if calls.exists() else []
+        code = end.value.code
+        assert isinstance(code, int)
+        return Ended(code, captured.out, captured.err, [json.loads(one) for one in noted])
+
+    return run
+
+
+def _ready_file() -> None:
+    Path("dflash.toml").write_text(
+        '[target]\nid = "toy"\n[data]\nfiles = ["a.jsonl"]\n[store]\npath = "hs"\n'
+    )
+
+
+def test_the_two_lines_run_to_the_letter(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_GPUS_AS_CPU", "1")
+    _ready_file()
+    ended = type_line("dflash capture --gpus 0-4")
+    assert ended.code == 0, ended.err
+    assert ended.last_line == "next: dflash train --store hs"
+    assert [one["entry"] for one in ended.calls] == ["capture.planning"] + 5 * ["capture.worker"]
+    assert ended.calls[0]["extra"] == {"kind": "cpu", "only_count": False}
+    assert sorted(one["place"]["rank"] for one in ended.calls[1:]) == [0, 1, 2, 3, 4]
+    assert {one["place"]["world"] for one in ended.calls[1:]} == {5}
+    assert {one["place"]["log_dir"] for one in ended.calls} == {"hs.logs"}
+
+    ended = type_line("dflash train --gpus 5-7 --store hs")
+    assert ended.code == 0, ended.err
+    assert [one["entry"] for one in ended.calls] == 3 * ["train.worker"]
+    (rendezvous,) = {one["place"]["rendezvous"] for one in ended.calls}
+    assert rendezvous.startswith("tcp://127.0.0.1:")
+    (out,) = {one["run"]["train"]["out"] for one in ended.calls}
+    assert out.startswith("runs/hs-20")
+    assert ended.calls[0]["run"]["train"]["stores"] == ["hs"]
+    assert ended.last_line == f"next: dflash eval --drafter {out}"
+
+
+def test_a_trainer_waits_for_the_plan_of_a_capture_that_lives(
+    type_line: Callable[..., Ended],
+) -> None:
+    status = new_status("plan", 0, "cpu")
+    write_status("new.logs", status)
+    assert type_line("dflash train --gpus cpu --store new --no-follow").code == 2
+    threading.Timer(0.5, Path("new").mkdir).start()
+    ended = type_line("dflash train --gpus cpu --store new")
+    assert ended.code == 0, ended.err
+    assert "waiting until the capture into new has made its plan" in ended.out
+
+
+def test_both_stages_meet_on_one_gpu_only_by_share_gpu(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_GPUS_AS_CPU", "1")
+    _ready_file()
+    with reserved(parse("0-1"), "capture", share=False):
+        ended = type_line("dflash train --gpus 1")
+        assert ended.code == 2
+        assert ended.err.startswith("error: GPU 1 is in use by dflash capture (process")
+        assert ended.calls == []
+        assert type_line("dflash train --gpus 1 --share-gpu").code == 0
+
+
+def test_capture_plan_counts_and_leaves_nothing_behind(type_line: Callable[..., Ended]) -> None:
+    _ready_file()
+    ended = type_line("dflash capture --plan --gpus cpu")
+    assert ended.code == 0
+    assert [one["entry"] for one in ended.calls] == ["capture.planning"]
+    assert ended.calls[0]["extra"]["only_count"] is True
+    assert ended.last_line == "next: dflash capture --gpus cpu"
+    assert sorted(os.listdir()) == ["dflash.toml", "hs", "x"]
+
+
+def test_options_reach_the_run_and_win_over_set_and_file(type_line: Callable[..., Ended]) -> None:
+    _ready_file()
+    ended = type_line(
+        "dflash generate --gpus cpu --data b.jsonl --data c.jsonl --out 'my answers.jsonl' "
+        "--samples 2 --temperature 0.7 --thinking off --template-arg a=b --limit 9 "
+        "--set generate.samples=5 --set generate.top_p=0.9"
+    )
+    assert ended.code == 0, ended.err
+    run = ended.calls[0]["run"]
+    assert run["data"]["files"] == ["b.jsonl", "c.jsonl"]
+    assert run["data"]["limit"] == 9
+    assert run["generate"]["samples"] == 2
+    assert run["generate"]["top_p"] == 0.9
+    assert run["target"]["thinking"] == "off"
+    assert run["target"]["template_args"] == ["a=b"]
+    assert ended.last_line == "next: dflash capture --data 'my answers.jsonl'"
+
+
+def test_flags_turn_fields_on_and_off(type_line: Callable[..., Ended]) -> None:
+    _ready_file()
+    assert type_line("dflash train --gpus cpu").calls[0]["run"]["train"]["follow"] is True
+    run = type_line("dflash train --gpus cpu --no-follow --out a").calls[0]["run"]
+    assert run["train"]["follow"] is False
+    run = type_line("dflash eval --gpus cpu --drafter a --as-stored").calls[0]["run"]
+    assert run["eval"]["as_stored"] is True
+
+
+def test_eval_joins_the_targets_side_with_the_drafters(type_line: Callable[..., Ended]) -> None:
+    ended = type_line("dflash eval --gpus cpu --drafter x --prompts p.jsonl --json r.json")
+    assert ended.code == 0, ended.err
+    (call,) = ended.calls
+    assert call["entry"] == "train.evaluate"
+    assert call["more"] == ["open_target"]
+    assert call["run"]["eval"]["json"] == "r.json"
+    assert ended.last_line == "next: dflash export x --out DIR"
+    assert type_line("dflash eval --gpus cpu:2 --drafter x").code == 2
+
+
+def test_export_demo_inspect_and_verify_pass_what_was_asked(
+    type_line: Callable[..., Ended],
+) -> None:
+    (call,) = type_line("dflash export run --out served --layout speculators --store hs").calls
+    assert call["extra"] == {
+        "checkpoint": "run",
+        "out": "served",
+        "layout": "speculators",
+        "store": "hs",
+    }
+    (call,) = type_line("dflash demo --out d --gpus cpu").calls
+    assert call["extra"] == {"target": "toy", "out": "d", "gpus": "cpu", "share_gpu": False}
+    assert call["run"]["target"]["id"] == "toy"
+    (call,) = type_line("dflash inspect hs").calls
+    assert (call["entry"], call["extra"]) == ("store.describe", {"path": "hs", "json": False})
+    ended = type_line("dflash verify hs --deep")
+    assert ended.calls[0]["entry"] == "store.check"
+    assert ended.calls[0]["extra"] == {"path": "hs", "deep": True, "json": False}
+    assert ended.last_line == "next: dflash train --store hs"
+
+
+@pytest.mark.parametrize("line", ["dflash inspect hs --json", "dflash verify hs --json"])
+def test_json_is_alone_on_stdout(line: str, type_line: Callable[..., Ended]) -> None:
+    assert json.loads(type_line(line).out) == {"clean": True}
+
+
+def test_a_stage_that_fails_is_exit_code_1_and_the_next_one_does_not_start(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS", "capture.planning")
+    _ready_file()
+    ended = type_line("dflash capture --gpus cpu")
+    assert ended.code == 1
+    assert ended.err == "error: it did not work (log: hs.logs/plan-0.log)\n"
+    assert [one["entry"] for one in ended.calls] == ["capture.planning"]
+    assert "next:" not in ended.out
+    ended = type_line("dflash status hs")
+    assert "plan-0  failed" in ended.out
+    assert "it did not work" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("dflash capture --gpus cpu --store x --data a", "what target.id is: give --target MODEL"),
+        ("dflash capture --gpus cpu --target toy --data a", "what store.path is: give --store DIR"),
+        ("dflash capture --target toy --store x", "what data.files is: give --data FILE"),
+        ("dflash train --gpus cpu", "what train.stores is: give --store DIR"),
+        ("dflash train --store nowhere", "there is no store nowhere: write it with dflash capture"),
+        ("dflash train --store nowhere:0.5", "there is no store nowhere: write it"),
+        ("dflash train --store x --resume", "--resume: name the run directory with --out DIR"),
+        ("dflash train --store x --out no --resume", "there is no run directory no"),
+        ("dflash train --store x --out full", "full is not empty: go on with it by --resume"),
+        ("dflash train --store x --gpus 0,0", "names a GPU twice"),
+        (
+            "dflash train --store x --set optim.lrr=1",
+            "unknown key optim.lrr; did you mean optim.lr",
+        ),
+        ("dflash train --store x --set optim.lr=-1", "optim.lr must be above 0, got -1.0"),
+        ("dflash train --config nowhere.toml", "no file and no preset nowhere.toml"),
+        ("dflash train --stor x", "No such option '--stor'"),
+        ("dflash trian", "No such command 'trian'"),
+        ("dflash capture --overlong cut", "'cut' is not one of 'truncate', 'drop'"),
+        ("dflash train --epochs many", "'many' is not a valid integer"),
+        ("dflash status nowhere", "no run has left its status here"),
+        ("dflash eval", "what eval.drafter is: give --drafter CHECKPOINT"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    line: str, message: str, type_line: Callable[..., Ended]
+) -> None:
+    Path("full").mkdir()
+    Path("full/run.json").touch()
+    ended = type_line(line)
+    assert ended.code == 2
+    assert ended.err.startswith("error: ")
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
+    assert ended.calls == []
+
+
+def test_a_start_that_only_left_logs_may_be_tried_again(type_line: Callable[..., Ended]) -> None:
+    Path("run/logs").mkdir(parents=True)
+    assert type_line("dflash train --gpus cpu --store x --out run").code == 0
+
+
+def test_under_torchrun_the_process_is_its_rank(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def call(entry: str, run: Run, place: Any, extra: dict[str, object]) -> int:
+        seen.append((entry, place, extra))
+        return 0
+
+    monkeypatch.setattr("dflash_pipeline.configs.child.call", call)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert type_line("dflash train --gpus cpu --store x").code == 2  # ranks share no clock
+    assert type_line("dflash train --gpus cpu --store x --out run").code == 0
+    ((entry, place, extra),) = seen
+    assert entry == "dflash_pipeline.train.worker:main"
+    assert (place.rank, place.world, place.device) == (2, 4, "cpu")
+    assert place.rendezvous == "env://"
+    assert extra == {"resume": False}
+
+
+def test_status_tells_a_dead_process_from_a_living_one(type_line: Callable[..., Ended]) -> None:
+    alive, dead = new_status("train", 0, "cpu"), new_status("train", 1, "cpu")
+    alive.state = dead.state = "running"
+    alive.done, alive.total, alive.unit = 5, 10, "steps"
+    dead.started_at -= 1
+    for status in (alive, dead):
+        write_status("run/logs", status)
+    out = type_line("dflash status run").out
+    assert "train-0  running" in out
+    assert "train: 5 of 10 steps (50 %)" in out
+    assert "train-1  dead, was running" in out
+    listed = json.loads(type_line("dflash status run --json").out)
+    assert [one["alive"] for one in listed] == [True, False]
+
+
+def test_config_prints_a_file_that_it_reads_back_to_itself(type_line: Callable[..., Ended]) -> None:
+    first = type_line("dflash config qwen3-8b --set optim.lr=0.5").out
+    Path("dflash.toml").write_text(first)
+    assert "lr = 0.5" in first
+    assert type_line("dflash config").out == first
+
+
+# --- help
+
+
+def _commands() -> dict[str, click.Command]:
+    return dict(dflash.commands)
+
+
+def _options() -> list[tuple[str, click.Option]]:
+    return [
+        (f"{name} {one.opts[0]}", one)
+        for name, command in _commands().items()
+        for one in command.params
+        if isinstance(one, click.Option)
+    ]
+
+
+def test_an_options_help_and_default_are_the_schemas() -> None:
+    from_schema = [(where, one) for where, one in _options() if isinstance(one, SchemaOption)]
+    assert len(from_schema) > 40
+    for where, one in from_schema:
+        doc = field_docs()[one.schema_key]
+        assert one.help is not None, where
+        assert doc.text in one.help, where
+        if not one.is_flag and doc.default not in ("", ()):
+            assert one.help.endswith(f"[default: {doc.default}]"), where
+
+
+def test_an_option_that_is_not_typed_sets_nothing() -> None:
+    for name, command in _commands().items():
+        words = ["x"] if any(isinstance(one, click.Argument) for one in command.params) else []
+        words += ["--out", "x"] if name == "export" else []
+        group = click.Context(dflash, **dflash.context_settings)
+        context = command.make_context(name, words, parent=group)
+        assert resolve(context, "tiny", ()) == load("tiny", [], {}), name
+
+
+def test_help_is_the_one_that_was_agreed_on() -> None:
+    pages = []
+    for words in ([], *([name] for name in sorted(_commands()))):
+        page = CliRunner().invoke(dflash, [*words, "--help"], prog_name="dflash", terminal_width=98)
+        pages.append(page.output)
+    text = ("\n" + "-" * 98 + "\n").join(pages)
+    if os.environ.get("DFLASH_WRITE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text(), "DFLASH_WRITE_GOLDEN=1 writes it anew, if that is meant"
+
+
+def test_every_option_says_what_it_does() -> None:
+    assert [where for where, one in _options() if not one.help] == []
+
+
+def test_every_command_is_there() -> None:
+    wanted = {"generate", "capture", "train", "eval", "export", "inspect", "verify", "status"}
+    assert set(_commands()) >= wanted | {"config", "demo"}
