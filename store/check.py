@@ -1,0 +1,261 @@
+"""`dflash verify`: whether a store is whole; each fault is named by its file, shard and chunk.
+
+Fast: metadata, commit records, sizes and indices. Deep: every byte, and every row is finite, not
+zero, and within the range its capture saw. Temporary files and data without a commit record are
+what an interrupted capture leaves: notes, no faults.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from dflash_pipeline.store import commit, durable, metadata, paths
+from dflash_pipeline.store.build import plan_hash, remaining_bytes, token_digest
+from dflash_pipeline.store.checksum import crc32c
+from dflash_pipeline.store.commitlog import read_sealed
+from dflash_pipeline.store.metadata import TOKEN_ARRAYS
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.rowcheck import check_rows
+from dflash_pipeline.store.shard import ShardShape, check_shard
+from dflash_pipeline.store.spec import ShardId
+from dflash_pipeline.store.table import teacher_positions, valid_anchors
+
+_THREADS = 4
+
+
+@dataclass
+class Report:
+    """What was looked at and what was found."""
+
+    path: str
+    is_deep: bool
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_shards: int = 0
+    num_committed: int = 0
+    checked_bytes: int = 0
+    wall_s: float = 0.0
+
+
+def verify(path: str | Path, *, deep: bool) -> Report:
+    """Check a store; only a path without a store raises."""
+    begin = time.monotonic()
+    report = Report(str(path), deep)
+    root = Path(path)
+    try:
+        parsed, spec, layout, _ = metadata.read_root(root)
+    except ValueError as error:
+        if not (root / "zarr.json").exists():
+            raise
+        report.problems.append(str(error))
+        return report
+    report.problems += _metadata_faults(root, metadata.documents(parsed, spec, layout))
+    if deep:
+        report.problems += _hash_faults(root, parsed)
+    try:
+        store = Store(root, report.problems)
+    except ValueError as error:
+        report.problems.append(str(error))
+    else:
+        _check_store(store, report, deep)
+    report.problems = list(dict.fromkeys(report.problems))
+    report.wall_s = time.monotonic() - begin
+    return report
+
+
+def _check_store(store: Store, report: Report, deep: bool) -> None:
+    shard_ids = store.layout.shard_ids()
+    report.num_shards = len(shard_ids)
+    report.num_committed = sum(store.is_committed(shard_id) for shard_id in shard_ids)
+    _check_files(store, report)
+    report.problems += _sealed_faults(store)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for faults, num_bytes in threads.map(lambda i: _shard_faults(store, i, deep), shard_ids):
+            report.problems += faults
+            report.checked_bytes += num_bytes
+    if deep:
+        report.problems += _token_faults(store)
+    needed, free = remaining_bytes(store), durable.free_bytes(store.path)
+    if needed > free:
+        report.notes.append(
+            f"{needed / 1e9:.3f} GB are still to come, {free / 1e9:.3f} GB are free"
+        )
+
+
+def _metadata_faults(root: Path, documents: Mapping[str, metadata.Document]) -> Iterator[str]:
+    """Each array must be what identity and layout make of it; and links must lead where they do."""
+    for name, document in documents.items():
+        file = root / name / "zarr.json"
+        try:
+            found = json.loads(metadata.inside(root, f"{name}/zarr.json").read_bytes())
+        except FileNotFoundError:
+            yield f"{file} is missing"
+        except (ValueError, RecursionError):
+            yield f"{file} is no JSON, or leads out of the store"
+        else:
+            if found != document:
+                keys = sorted(k for k in document if _entry(found, k) != document[k])
+                yield f"{file} differs from the plan in {', '.join(keys) or 'added fields'}"
+        if name.startswith("raw/") and name.count("/") == 2:
+            link, target = root / name / "c", f"../../../{name.removeprefix('raw/')}/c"
+            if not link.is_symlink() or os.readlink(link) != target:
+                yield f"{link} is not a link to {target}"
+
+
+def _entry(found: object, key: str) -> object:
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def _hash_faults(root: Path, parsed: metadata.Root) -> Iterator[str]:
+    content = (root / "zarr.json").read_bytes()
+    if content != metadata.canonical(json.loads(content)):
+        yield f"{root / 'zarr.json'} was not written by this program as it stands"
+    for name, expected in parsed.hashes.items():
+        try:
+            found = metadata.sha256_of(metadata.inside(root, name))
+        except OSError as error:
+            yield f"{root / name} cannot be read: {error.strerror}"
+        except ValueError as error:
+            yield str(error)
+        else:
+            if found != expected:
+                yield f"{root / name} does not match its sha256: changed or damaged"
+
+
+def _check_files(store: Store, report: Report) -> None:
+    """Nothing in the store but what belongs there."""
+    root = store.path
+    known = {"zarr.json", paths.SEALED_FILE, *store.root.hashes}
+    for shard_id in store.layout.shard_ids():
+        data = [paths.hidden_file(shard_id)]
+        if store.spec.has_last:
+            data.append(paths.last_file(shard_id))
+        known |= {*data, paths.commit_file(shard_id)}
+        known |= {paths.token_file(shard_id, name) for name in TOKEN_ARRAYS}
+        if not store.is_committed(shard_id) and any((root / name).exists() for name in data):
+            report.notes.append(f"shard {shard_id} has data without a commit record")
+    for directory, _, names in os.walk(root):
+        for name in names:
+            file = Path(directory) / name
+            if durable.is_temporary(name):
+                report.notes.append(f"{file} was left by an interrupted capture")
+            elif str(file.relative_to(root)) not in known:
+                report.problems.append(f"{file} does not belong into a store")
+            elif not stat.S_ISREG(file.lstat().st_mode):
+                report.problems.append(f"{file} is not a plain file")
+
+
+def _sealed_faults(store: Store) -> Iterator[str]:
+    file = store.path / paths.SEALED_FILE
+    try:
+        sealed = read_sealed(store.path, store.spec, store.layout)
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        yield str(error)
+        return
+    for shard_id, words in sealed.items():
+        expected = commit.width(store.spec, store.layout, shard_id.bucket)
+        why = commit.problem(words, expected, store.table.rows_of(shard_id))
+        record = store.path / paths.commit_file(shard_id)
+        if why:
+            yield f"{file}: the record of shard {shard_id} {why}"
+        elif not record.exists():
+            yield f"{record} is missing although the store is sealed"
+        elif record.read_bytes() != words.tobytes() and store.is_committed(shard_id):
+            yield f"{file}: the record of shard {shard_id} differs from {record}"
+
+
+def _shard_faults(store: Store, shard_id: ShardId, deep: bool) -> tuple[list[str], int]:
+    """Faults of a shard's files, and the bytes that were read."""
+    faults: list[str] = []
+    num_bytes = 0
+    for name, expected in zip(TOKEN_ARRAYS, _planned_crcs(store, shard_id), strict=True):
+        file = store.path / paths.token_file(shard_id, name)
+        if not file.exists():
+            faults.append(f"{file} is missing")
+        elif deep and expected is not None and crc32c(file.read_bytes()) != expected:
+            faults.append(f"{file} (shard {shard_id}) does not match its checksum")
+    record = store.commit_of(shard_id)
+    if record is None or record.state != commit.COMMITTED:
+        return faults, num_bytes
+    if record.token_crcs != _planned_crcs(store, shard_id):
+        faults.append(f"shard {shard_id}: commit record and plan differ in the tokens' checksums")
+    kinds: list[tuple[str, ShardShape]] = [("hidden", store.hidden_shape)]
+    if store.last_shape is not None:
+        kinds.append(("last", store.last_shape))
+    for kind, shape in kinds:
+        name = paths.hidden_file(shard_id) if kind == "hidden" else paths.last_file(shard_id)
+        num_rows = record.rows if kind == "hidden" else record.last_rows
+        file = store.path / name
+        try:
+            descriptor = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            faults.append(f"{file} is committed but cannot be opened: {error.strerror}")
+            continue
+        try:
+            check_shard(descriptor, str(file), num_rows, shape)
+            if deep:
+                faults += check_rows(store, shard_id, kind, record, descriptor, str(file))
+                num_bytes += shape.file_bytes(num_rows)
+        except ValueError as error:
+            faults.append(str(error))
+        finally:
+            os.close(descriptor)
+    return faults, num_bytes
+
+
+def _planned_crcs(store: Store, shard_id: ShardId) -> tuple[int | None, int | None]:
+    try:
+        return store.token_crcs(shard_id)
+    except ValueError:
+        return None, None
+
+
+def _token_faults(store: Store) -> Iterator[str]:
+    """The tokens must be those the plan was hashed with, and its counts must follow from them."""
+    digests, table = {}, store.table
+    for shard_id in store.layout.shard_ids():
+        rows, _ = table.rows_of(shard_id)
+        try:
+            ids_N, mask_N = store.shard_tokens(shard_id)
+        except ValueError as error:
+            yield str(error)
+            return
+        digests[shard_id] = token_digest(ids_N[:rows], mask_N[:rows])
+        for i in range(len(table))[table.of_shard(shard_id)]:
+            _, mask_T = store.tokens(i)
+            num_teacher = len(teacher_positions(mask_T, store.spec.last_rows))
+            found = num_teacher, len(valid_anchors(mask_T))
+            planned = int(table.num_teacher[i]), int(table.num_anchors[i])
+            if found != planned:
+                yield f"sample {i} (shard {shard_id}): (teacher, anchors) {found}, plan {planned}"
+    if plan_hash(table, digests) != store.plan_hash:
+        yield f"{store.path}: sample table and tokens do not match dflash.plan_hash"
+
+
+def main(run: object, place: object, extra: Mapping[str, object]) -> None:
+    """Entry of `dflash verify`; extra: path, deep, json."""
+    report = verify(str(extra["path"]), deep=bool(extra["deep"]))
+    if extra["json"]:
+        print(json.dumps(asdict(report), indent=1))
+    else:
+        for line in (*report.problems, *(f"note: {note}" for note in report.notes)):
+            print(line)
+        rate = report.checked_bytes / 1e9 / max(report.wall_s, 1e-9)
+        read = f", {report.checked_bytes / 1e9:.3f} GB at {rate:.2f} GB/s" if report.is_deep else ""
+        print(f"{report.num_committed} of {report.num_shards} shards committed{read}")
+    if report.problems:
+        listed = "; ".join(report.problems[:20])
+        more = len(report.problems) - 20
+        raise ValueError(
+            f"{len(report.problems)} problems in {report.path}: {listed}"
+            + (f"; and {more} more" if more > 0 else "")
+        )

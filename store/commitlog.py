@@ -1,0 +1,162 @@
+"""All commit records of a store: read as they appear, written under a fence, merged at the end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_pipeline.store import durable, paths
+from dflash_pipeline.store.commit import (
+    COMMITTED,
+    Commit,
+    Words,
+    fields_of,
+    pack,
+    problem,
+    unpack,
+    width,
+)
+from dflash_pipeline.store.lease import Lease
+from dflash_pipeline.store.spec import Layout, ShardId, StoreSpec
+from dflash_pipeline.store.table import SampleTable, claim_order
+
+
+class CommitLog:
+    """The records found so far; a damaged one raises, or is listed in `problems` if given."""
+
+    def __init__(
+        self,
+        store: Path,
+        spec: StoreSpec,
+        layout: Layout,
+        table: SampleTable,
+        problems: list[str] | None,
+    ) -> None:
+        self._store, self._spec, self._layout, self._table = store, spec, layout, table
+        self._problems = problems
+        self._order = claim_order(layout.num_shards)
+        self._records: dict[ShardId, Words] = {}
+        self._damaged: set[ShardId] = set()
+        self.readable_N: NDArray[np.bool_] = np.zeros(len(table), bool)
+        self.state_N: NDArray[np.uint8] = np.zeros(len(table), np.uint8)
+        # who lists problems wants each record judged on its own; `check` compares the merged ones
+        if problems is not None or not self._read_sealed():
+            self.refresh()
+
+    @property
+    def num_committed(self) -> int:
+        """Shards committed at the last refresh."""
+        return len(self._records)
+
+    def is_committed(self, shard_id: ShardId) -> bool:
+        """Whether the shard was committed at the last refresh."""
+        return shard_id in self._records
+
+    def get(self, shard_id: ShardId) -> Commit | None:
+        """The record of a shard, None before it is committed."""
+        words = self._records.get(shard_id)
+        return None if words is None else unpack(words, self._spec, self._layout, shard_id.bucket)
+
+    def refresh(self) -> list[ShardId]:
+        """Read the records that appeared since, a scandir a bucket; the new ones in claim order."""
+        found = set()
+        for bucket, num_shards in enumerate(self._layout.num_shards):
+            directory = self._store / f"b{bucket}" / "commit" / "c"
+            for name in os.listdir(directory) if directory.is_dir() else []:
+                if not (name.isdecimal() and len(name) <= 8 and int(name) < num_shards):
+                    continue
+                shard_id = ShardId(bucket, int(name))
+                if shard_id not in self._records and shard_id not in self._damaged:
+                    found.add(shard_id)
+        if not found:
+            return []
+        return [shard_id for shard_id in self._order if shard_id in found and self._read(shard_id)]
+
+    def _read(self, shard_id: ShardId) -> bool:
+        file = self._store / paths.commit_file(shard_id)
+        try:
+            content = file.read_bytes()
+        except FileNotFoundError:
+            return False
+        whole = content[: len(content) // 4 * 4]
+        words = np.frombuffer(whole, "<u4") if len(whole) == len(content) else np.empty(0, "<u4")
+        return self._add(shard_id, words, str(file))
+
+    def _add(self, shard_id: ShardId, words: Words, name: str) -> bool:
+        expected = width(self._spec, self._layout, shard_id.bucket)
+        why = problem(words, expected, self._table.rows_of(shard_id))
+        if why:
+            message = f"commit record {name} {why}"
+            if self._problems is None:
+                raise ValueError(f"{message}: see `dflash verify`")
+            self._damaged.add(shard_id)
+            self._problems.append(message)
+            return False
+        samples = self._table.of_shard(shard_id)
+        fields = fields_of(self._spec, self._layout, shard_id.bucket)
+        states = np.ascontiguousarray(words[fields["states"]]).view(np.uint8)
+        states = states[: samples.stop - samples.start]
+        self._records[shard_id] = words
+        self.state_N[samples] = states
+        self.readable_N[samples] = (states == 0) & (words[0] == COMMITTED)
+        return True
+
+    def _read_sealed(self) -> bool:
+        """Read the merged records if the store is sealed and they are whole."""
+        try:
+            words = read_sealed(self._store, self._spec, self._layout)
+        except FileNotFoundError:
+            return False
+        for shard_id, part in words.items():
+            self._add(shard_id, part, f"of {shard_id} in {self._store / paths.SEALED_FILE}")
+        return True
+
+    def seal(self) -> None:
+        """Write the merged records of a complete store; again is harmless."""
+        self.refresh()
+        open_ids = [str(i) for i in self._layout.shard_ids() if i not in self._records]
+        if open_ids:
+            raise ValueError(
+                f"{self._store} cannot be sealed: {len(open_ids)} shards are not committed, "
+                f"the first {open_ids[0]}"
+            )
+        merged = np.concatenate([self._records[i] for i in self._layout.shard_ids()])
+        file = self._store / paths.SEALED_FILE
+        durable.make_directories(file.parent)
+        for leftover in durable.temporaries(file.parent):
+            leftover.unlink(missing_ok=True)
+        durable.write_durably(file, merged.tobytes())
+
+
+def write_commit(
+    store: Path, spec: StoreSpec, layout: Layout, record: Commit, lease: Lease
+) -> None:
+    """Make a shard exist: its record, written aside and renamed under the lease's fence."""
+    words = pack(record, spec, layout, lease.shard_id.bucket)
+    file = store / paths.commit_file(lease.shard_id)
+    durable.make_directories(file.parent)
+    temporary = durable.write_aside(file, words.tobytes())
+    try:
+        with lease.fence():
+            durable.rename(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_sealed(store: Path, spec: StoreSpec, layout: Layout) -> dict[ShardId, Words]:
+    """The merged records of a sealed store, unchecked; FileNotFoundError if it is not sealed."""
+    file = store / paths.SEALED_FILE
+    shard_ids = layout.shard_ids()
+    widths = [width(spec, layout, bucket) for bucket in range(len(layout.num_shards))]
+    ends = np.cumsum([widths[shard_id.bucket] for shard_id in shard_ids]).tolist()
+    found = file.stat().st_size
+    if found != 4 * ends[-1]:
+        raise ValueError(f"{file} has {found} bytes, expected {4 * ends[-1]}: the store is damaged")
+    words = np.fromfile(file, "<u4")
+    return {
+        shard_id: words[end - widths[shard_id.bucket] : end]
+        for shard_id, end in zip(shard_ids, ends, strict=True)
+    }

@@ -1,0 +1,216 @@
+"""`dflash inspect`: what a store holds, how far it is, how to read it. Never fails on data."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_pipeline.store import durable, paths
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.report import render
+from dflash_pipeline.store.rows import decode
+from dflash_pipeline.store.snippet import snippet
+from dflash_pipeline.store.spec import SAMPLE_STATES, ShardId
+from dflash_pipeline.store.table import HELD_OUT
+
+_SHOWN_TOKENS = 48
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """All that `inspect` shows, as plain JSON values; only a path without a store raises."""
+    root = Path(path)
+    problems: list[str] = []
+    found: dict[str, Any] = {"path": str(path), "problems": problems}
+    try:
+        store = Store(root, problems)
+    except ValueError as error:
+        if not (root / "zarr.json").exists():
+            raise
+        problems.append(str(error))
+        return found
+    table, layout = store.table, store.layout
+    is_held_out = table.split == HELD_OUT
+    found |= {
+        "identity": store.spec.to_dict(),
+        "layout": layout.to_dict(),
+        "data_hash": store.attributes.data_hash,
+        "plan_hash": store.plan_hash,
+        "mask_token_id": store.attributes.mask_token_id,
+        "state": _state(store),
+        "samples": {
+            "all": len(table),
+            "held_out": int(is_held_out.sum()),
+            "readable": int(store.readable_N.sum()),
+            "domains": {
+                name: int((table.domain == number).sum())
+                for number, name in enumerate(table.domains)
+            },
+        },
+        "dropped": dict(store.attributes.dropped),
+        "bad": {
+            reason: int((store.state_N == code).sum())
+            for code, reason in enumerate(SAMPLE_STATES)
+            if code and (store.state_N == code).any()
+        },
+        "buckets": [_bucket(store, bucket) for bucket in range(len(layout.num_shards))],
+        "lengths": _histogram(table.num_tokens),
+        "layers": _layers(store),
+        "leftovers": _leftovers(store),
+        "snippet": snippet(str(path)),
+    }
+    found["total"] = _total(store, found["buckets"])
+    found["progress"] = _progress(store, found["total"])
+    found["sample"] = _sample(store, problems)
+    return found
+
+
+def _state(store: Store) -> str:
+    if store.is_sealed:
+        return "sealed"
+    return "complete, not sealed" if store.is_complete else "growing"
+
+
+def _bucket(store: Store, bucket: int) -> dict[str, Any]:
+    table, num_shards = store.table, store.layout.num_shards[bucket]
+    is_here = table.bucket == bucket
+    committed = [s for s in range(num_shards) if store.is_committed(ShardId(bucket, s))]
+    records = [store.commit_of(ShardId(bucket, shard)) for shard in committed]
+    rows = sum(record.rows for record in records if record)
+    data = sum(record.hidden_bytes + record.last_bytes for record in records if record)
+    return {
+        "bucket": bucket,
+        "max_len": store.layout.bucket_bounds[bucket],
+        "samples": int(is_here.sum()),
+        "tokens": int(table.num_tokens[is_here].sum()),
+        "shards": num_shards,
+        "committed_shards": len(committed),
+        "committed_tokens": rows,
+        "fill": rows / max(1, len(committed) * store.layout.rows_per_shard),
+        "bytes": data,
+        "bytes_per_token": data / max(1, rows),
+    }
+
+
+def _total(store: Store, buckets: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("samples", "tokens", "shards", "committed_shards", "committed_tokens", "bytes")
+    total: dict[str, Any] = {name: sum(bucket[name] for bucket in buckets) for name in names}
+    rows, num_states = total["committed_tokens"], store.spec.num_amax
+    total["bytes_per_token"] = total["bytes"] / max(1, rows)
+    # against bf16 of every captured layer and of `last` for every token
+    plain = 2 * store.spec.hidden_size * num_states * rows
+    total["ratio_to_bf16"] = plain / total["bytes"] if total["bytes"] else 0.0
+    return total
+
+
+def _progress(store: Store, total: Mapping[str, Any]) -> dict[str, Any]:
+    """Rate and time left, from when the commit records appeared."""
+    times: list[tuple[float, int]] = []
+    for shard_id in store.layout.shard_ids():
+        record = store.commit_of(shard_id)
+        file = store.path / paths.commit_file(shard_id)
+        if record is not None and file.exists():
+            times.append((file.stat().st_mtime, record.rows))
+    left = total["tokens"] - total["committed_tokens"]
+    times.sort()
+    # the first record's own duration is unknown, so its rows do not count
+    wall_s = times[-1][0] - times[0][0] if times else 0.0
+    rate = sum(rows for _, rows in times[1:]) / wall_s if wall_s > 0 else 0.0
+    return {
+        "tokens_left": left,
+        "tokens_per_s": rate,
+        "eta_s": left / rate if rate else None,
+        "last_commit_age_s": time.time() - times[-1][0] if times else None,
+    }
+
+
+def _histogram(length_N: Any) -> list[dict[str, int]]:
+    """Samples whose length lies in [from, to), ranges doubling."""
+    powers = Counter(np.floor(np.log2(np.maximum(length_N, 1))).astype(int).tolist())
+    return [
+        {"from": 1 << power, "to": 2 << power, "samples": powers[power]} for power in sorted(powers)
+    ]
+
+
+def _layers(store: Store) -> list[dict[str, Any]]:
+    """Largest value and number of clipped ones of each layer, over all committed shards."""
+    names = [*(str(i) for i in store.spec.layer_ids), *(["last"] if store.spec.has_last else [])]
+    amax, clipped = np.zeros(len(names), np.float32), np.zeros(len(names), np.int64)
+    for shard_id in store.layout.shard_ids():
+        record = store.commit_of(shard_id)
+        if record is not None:
+            amax = np.maximum(amax, record.amax)
+            clipped += record.clipped
+    return [
+        {"layer": name, "amax": float(peak), "clipped": int(count)}
+        for name, peak, count in zip(names, amax, clipped, strict=True)
+    ]
+
+
+def _leftovers(store: Store) -> list[str]:
+    """Files of interrupted captures: no harm, they go at the next start."""
+    found = []
+    for directory, _, names in os.walk(store.path):
+        found += [str(Path(directory) / name) for name in names if durable.is_temporary(name)]
+    return sorted(found)
+
+
+def _sample(store: Store, problems: list[str]) -> dict[str, Any] | None:
+    """The first readable sample: its text or ids, and the size of its rows layer by layer."""
+    readable = np.flatnonzero(store.readable_N)
+    if not len(readable):
+        return None
+    i = int(readable[0])
+    try:
+        ids_T, mask_T = store.tokens(i)
+        hidden_TKH = decode(store.hidden(i), store.spec.hidden_mode)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+    ids = ids_T[:_SHOWN_TOKENS].tolist()
+    with np.errstate(over="ignore", invalid="ignore"):
+        rms_TK = np.sqrt(np.square(hidden_TKH, dtype=np.float64).mean(2))
+        rows = zip(
+            store.spec.layer_ids, np.median(np.abs(hidden_TKH), (0, 2)), rms_TK.T, strict=True
+        )
+        return {
+            "sample": i,
+            "key": store.table.key(i),
+            "domain": store.table.domains[int(store.table.domain[i])],
+            "num_tokens": len(ids_T),
+            "num_supervised": int(mask_T.sum()),
+            "ids": ids,
+            "text": _text(store, ids),
+            "layers": [
+                {
+                    "layer": layer,
+                    "median_abs": float(median),
+                    "rms_p50": float(np.quantile(rms_T, 0.5)),
+                    "rms_p99": float(np.quantile(rms_T, 0.99)),
+                }
+                for layer, median, rms_T in rows
+            ],
+        }
+
+
+def _text(store: Store, ids: list[int]) -> str | None:
+    """The ids as text, None without a tokenizer; a broken tokenizer is no reason to fail."""
+    try:
+        from tokenizers import Tokenizer
+
+        content = store.files()["tokenizer.json"].decode()
+        return str(Tokenizer.from_str(content).decode(ids, skip_special_tokens=False))
+    except Exception:
+        return None
+
+
+def main(run: object, place: object, extra: Mapping[str, object]) -> None:
+    """Entry of `dflash inspect`; extra: path, json."""
+    found = describe(str(extra["path"]))
+    print(json.dumps(found, indent=1, ensure_ascii=False) if extra["json"] else render(found))

@@ -1,0 +1,348 @@
+"""A store opened for reading: what is committed, and its rows as views, copies or reads in place.
+
+Only committed shards and good samples are ever given out. Opening reads the plan's columns (flat
+files) and the commit records, nothing per sample; no torch and no zarr are loaded.
+Letters: T tokens of a sample, M rows of its `last`, K layers, R bytes of a stored row, H, V.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+from numcodecs.zstd import Zstd
+from numpy.typing import NDArray
+
+from dflash_pipeline.store import durable, metadata, paths
+from dflash_pipeline.store.checksum import crc32c
+from dflash_pipeline.store.commit import Commit
+from dflash_pipeline.store.commitlog import CommitLog
+from dflash_pipeline.store.rows import decode
+from dflash_pipeline.store.shard import (
+    ShardShape,
+    check_shard,
+    check_size,
+    hidden_shape,
+    last_shape,
+    map_shard,
+)
+from dflash_pipeline.store.spec import ShardId
+from dflash_pipeline.store.table import COLUMNS, KEY_COLUMNS, SampleTable
+
+Bytes = NDArray[np.uint8]
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+_CACHED_SHARDS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sample, decoded."""
+
+    key: str
+    ids_T: NDArray[np.uint32]
+    mask_T: Bytes
+    hidden_TKH: NDArray[np.float32]
+    last_MH: NDArray[np.float32] | None
+
+
+class Store:
+    """See `open_store`. Safe to use from several threads; `refresh` belongs to one of them."""
+
+    def __init__(self, path: str | Path, problems: list[str] | None) -> None:
+        self.path = Path(path)
+        self.root, self.spec, self.layout, self.attributes = metadata.read_root(self.path)
+        self.plan_hash = self.root.plan_hash
+        self.table = self._read_table()
+        self.hidden_shape = hidden_shape(self.spec, self.layout)
+        self.last_shape = last_shape(self.spec, self.layout) if self.spec.has_last else None
+        self._commits = CommitLog(self.path, self.spec, self.layout, self.table, problems)
+        self._maps: _Cache[tuple[ShardId, str], Bytes] = _Cache(_CACHED_SHARDS)
+        self._tokens: _Cache[ShardId, tuple[NDArray[np.uint32], Bytes]] = _Cache(_CACHED_SHARDS)
+        self._token_crcs: _Cache[int, NDArray[np.uint32]] = _Cache(len(self.layout.num_shards))
+        self._first_row = self.table.shard.astype(np.int64) * self.layout.rows_per_shard
+
+    def _read_table(self) -> SampleTable:
+        sizes = {"key_bytes": self.root.num_key_bytes}
+        columns = {
+            name: metadata.read_flat(
+                self.path, paths.column_file(name), dtype, (sizes.get(name, self.root.num_samples),)
+            )
+            for name, dtype in (COLUMNS | KEY_COLUMNS).items()
+        }
+        table = SampleTable(**columns, domains=self.root.domains, sources=self.root.sources)
+        try:
+            table.check(self.layout)
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"{self.path}: {error}: the store is damaged") from None
+        return table
+
+    # --- what is there -----------------------------------------------------------------------
+
+    def refresh(self) -> list[ShardId]:
+        """Look for shards committed since; those new, in claim order."""
+        return self._commits.refresh()
+
+    def is_committed(self, shard_id: ShardId) -> bool:
+        """Whether a shard was committed at the last refresh."""
+        return self._commits.is_committed(shard_id)
+
+    def is_open(self, shard_id: ShardId) -> bool:
+        """Whether a shard still has to be captured, as the disk says now."""
+        return not (
+            self.is_committed(shard_id) or (self.path / paths.commit_file(shard_id)).exists()
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each shard was committed at the last refresh."""
+        return self._commits.num_committed == sum(self.layout.num_shards)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the capture is over and the commit records are merged into one file."""
+        return (self.path / paths.SEALED_FILE).exists()
+
+    def seal(self) -> None:
+        """Merge the commit records of a complete store; followers then know that it is all."""
+        self._commits.seal()
+
+    def commit_of(self, shard_id: ShardId) -> Commit | None:
+        """The commit record of a shard, None before it is committed."""
+        return self._commits.get(shard_id)
+
+    @property
+    def readable_N(self) -> NDArray[np.bool_]:
+        """Whether each sample is committed, not released, and good. Grows with `refresh`."""
+        return self._commits.readable_N
+
+    @property
+    def state_N(self) -> Bytes:
+        """Each sample's place in SAMPLE_STATES; 0 as well while it is not committed."""
+        return self._commits.state_N
+
+    def num_rows(self, i: int) -> int:
+        """Tokens of a sample, 0 if its rows were bad; ValueError if it is not committed."""
+        if not self.is_committed(self.table.shard_id(i)):
+            raise ValueError(f"sample {i} of {self.path} is not captured yet")
+        return int(self.table.num_tokens[i]) if self.readable_N[i] else 0
+
+    # --- one sample --------------------------------------------------------------------------
+
+    def tokens(self, i: int) -> tuple[NDArray[np.uint32], Bytes]:
+        """Token ids uint32 [T] and loss mask uint8 [T]; there from the plan on."""
+        ids_N, mask_N = self.shard_tokens(self.table.shard_id(i))
+        first, last = self._rows(i)
+        return ids_N[first:last], mask_N[first:last]
+
+    def shard_tokens(self, shard_id: ShardId) -> tuple[NDArray[np.uint32], Bytes]:
+        """Token ids and loss mask of all rows of a shard."""
+        return self._tokens.get(shard_id, lambda: self._read_tokens(shard_id))
+
+    def _read_tokens(self, shard_id: ShardId) -> tuple[NDArray[np.uint32], Bytes]:
+        arrays = []
+        for name, dtype in metadata.TOKEN_ARRAYS.items():
+            file = metadata.inside(self.path, paths.token_file(shard_id, name))
+            size = self.layout.rows_per_shard * np.dtype(dtype).itemsize
+            out = np.empty(size, np.uint8)
+            try:
+                # `out` of the promised size: a hostile frame cannot make us allocate more
+                Zstd().decode(file.read_bytes(), out)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ValueError(f"{file} cannot be read ({error}): the store is damaged") from None
+            arrays.append(out.view(dtype))
+        return arrays[0], arrays[1]
+
+    def token_crcs(self, shard_id: ShardId) -> tuple[int, int]:
+        """crc32c that the chunk files of input_ids and loss_mask of a shard had at planning."""
+        bucket = shard_id.bucket
+        crcs = self._token_crcs.get(bucket, lambda: self._read_token_crcs(bucket))
+        return int(crcs[shard_id.shard, 0]), int(crcs[shard_id.shard, 1])
+
+    def _read_token_crcs(self, bucket: int) -> NDArray[np.uint32]:
+        shape = (self.layout.num_shards[bucket], len(metadata.TOKEN_ARRAYS))
+        return metadata.read_flat(self.path, paths.token_crc_file(bucket), "<u4", shape)
+
+    def _rows(self, i: int) -> tuple[int, int]:
+        """First row and row after the last of a sample inside its shard's `hidden`."""
+        first = int(self.table.start[i] - self._first_row[i])
+        return first, first + int(self.table.num_tokens[i])
+
+    def _last_rows(self, i: int) -> tuple[int, int]:
+        first = int(self.table.last_start[i] - self._first_row[i])
+        return first, first + int(self.table.num_teacher[i])
+
+    def hidden(self, i: int) -> Bytes:
+        """Stored rows of the captured layers, a read-only view uint8 [T, K, R] of the file."""
+        first, end = self._rows(i)
+        return self._map(i, "hidden")[first:end]
+
+    def last(self, i: int) -> Bytes:
+        """Stored rows of the post-norm last state, a read-only view uint8 [M, R] of the file."""
+        first, end = self._last_rows(i)
+        return self._map(i, "last")[first:end]
+
+    def _map(self, i: int, kind: str) -> Bytes:
+        shard_id = self._readable_shard(i)
+        return self._maps.get((shard_id, kind), lambda: self._open_map(shard_id, kind))
+
+    def _open_map(self, shard_id: ShardId, kind: str) -> Bytes:
+        file, num_rows, shape = self._place(shard_id, kind)
+        try:
+            return map_shard(file, num_rows, shape)
+        except FileNotFoundError:
+            raise ValueError(f"{file} is missing although it is committed") from None
+
+    def _place(self, shard_id: ShardId, kind: str) -> tuple[Path, int, ShardShape]:
+        rows, last_rows = self.table.rows_of(shard_id)
+        if kind == "hidden":
+            return self.path / paths.hidden_file(shard_id), rows, self.hidden_shape
+        if self.last_shape is None:
+            raise ValueError(f"{self.path} holds no last state (store.last_mode = none)")
+        return self.path / paths.last_file(shard_id), last_rows, self.last_shape
+
+    def _readable_shard(self, i: int) -> ShardId:
+        if not self.readable_N[i]:
+            is_known = self.is_committed(self.table.shard_id(i))
+            reason = "has no good rows" if is_known else "is not captured yet"
+            raise ValueError(f"sample {i} of {self.path} {reason}")
+        return self.table.shard_id(i)
+
+    def read_into(self, i: int, hidden_out: Any, last_out: Any) -> None:
+        """Read a sample's stored rows into two C-contiguous buffers, one preadv an array.
+
+        The buffers have exactly T K R and M R bytes; `last_out` None leaves `last` unread.
+        """
+        shard_id = self._readable_shard(i)
+        self._read_rows(shard_id, "hidden", self._rows(i), hidden_out)
+        if last_out is not None:
+            self._read_rows(shard_id, "last", self._last_rows(i), last_out)
+
+    def _read_rows(self, shard_id: ShardId, kind: str, rows: tuple[int, int], buffer: Any) -> None:
+        file, num_rows, shape = self._place(shard_id, kind)
+        view = memoryview(buffer)
+        wanted = (rows[1] - rows[0]) * shape.row_bytes
+        if view.nbytes != wanted:
+            raise ValueError(f"{kind}: a buffer of {view.nbytes} bytes, expected {wanted}")
+        if wanted == 0:
+            return
+        descriptor = _open(file)
+        try:
+            check_size(descriptor, str(file), num_rows, shape)
+            durable.read_all(descriptor, view, rows[0] * shape.row_bytes)
+        finally:
+            os.close(descriptor)
+
+    def sample(self, i: int) -> Sample:
+        """One sample decoded to float32."""
+        ids_T, mask_T = self.tokens(i)
+        hidden_TKH = decode(self.hidden(i), self.spec.hidden_mode)
+        last_MH = decode(self.last(i), self.spec.last_mode) if self.spec.has_last else None
+        return Sample(self.table.key(i), ids_T, mask_T, hidden_TKH, last_MH)
+
+    def check_sample(self, i: int) -> None:
+        """Compare the checksums of the chunks that a sample touches; ValueError names the chunk."""
+        shard_id = self._readable_shard(i)
+        self.check_chunks(shard_id, "hidden", self._rows(i))
+        if self.spec.has_last:
+            self.check_chunks(shard_id, "last", self._last_rows(i))
+
+    def check_chunks(self, shard_id: ShardId, kind: str, rows: tuple[int, int]) -> None:
+        """Compare the checksums of the chunks that hold these rows of a shard."""
+        file, num_rows, shape = self._place(shard_id, kind)
+        record = cast("Commit", self.commit_of(shard_id))
+        crcs = record.hidden_crcs if kind == "hidden" else record.last_crcs
+        descriptor = _open(file)
+        try:
+            check_shard(descriptor, str(file), num_rows, shape)
+            buffer = np.empty(shape.chunk_bytes, np.uint8)
+            for chunk in range(rows[0] // shape.chunk_rows, shape.num_present(rows[1])):
+                durable.read_all(descriptor, buffer, chunk * shape.chunk_bytes)
+                if crc32c(buffer) != int(crcs[chunk]):
+                    raise ValueError(f"{file}: chunk {chunk} does not match its checksum")
+        finally:
+            os.close(descriptor)
+
+    # --- the target --------------------------------------------------------------------------
+
+    def embed(self) -> NDArray[np.uint16]:
+        """The target's embedding as raw bf16 bits, a read-only view uint16 [V, H]."""
+        return self._matrix(paths.EMBED_FILE)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the target's head is its embedding."""
+        return self.root.num_head_rows == 0
+
+    def head(self) -> NDArray[np.uint16]:
+        """The target's head as raw bf16 bits, a read-only view uint16 [V, H]."""
+        return self.embed() if self.is_tied else self._matrix(paths.HEAD_FILE)
+
+    def _matrix(self, name: str) -> NDArray[np.uint16]:
+        file, shape = (
+            metadata.inside(self.path, name),
+            (self.spec.vocab_size, self.spec.hidden_size),
+        )
+        descriptor = _open(file)
+        os.close(descriptor)
+        if file.stat().st_size != 2 * shape[0] * shape[1]:
+            raise ValueError(f"{file} has not the size of {shape}: the store is damaged")
+        return np.memmap(file, "<u2", "r", 0, shape)
+
+    def files(self) -> dict[str, bytes]:
+        """The target's configuration, tokenizer and template files, by name."""
+        return {name: self._file(name) for name in self.root.file_bytes}
+
+    def _file(self, name: str) -> bytes:
+        size = cast("int", self.root.file_bytes[name])
+        if size == 0:
+            return b""
+        return metadata.read_flat(self.path, paths.target_file(name), "|u1", (size,)).tobytes()
+
+    def target_config(self) -> dict[str, Any]:
+        """The target's config.json."""
+        try:
+            found = json.loads(self._file("config.json"))
+        except (KeyError, ValueError):
+            raise ValueError(f"{self.path} holds no readable config.json of its target") from None
+        return cast("dict[str, Any]", found)
+
+
+def open_store(path: str | Path) -> Store:
+    """Open a store, complete or still growing; ValueError says in one line why it cannot be."""
+    return Store(path, None)
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY)
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing although it is committed") from None
+
+
+class _Cache(Generic[Key, Value]):
+    """The values used last, at most `size` of them."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock = size, threading.Lock()
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def get(self, key: Key, make: Callable[[], Value]) -> Value:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = make()
+        with self._lock:
+            self._values[key] = value
+            if len(self._values) > self._size:
+                self._values.popitem(last=False)
+        return value

@@ -1,0 +1,119 @@
+"""The text of `dflash inspect`, from what `describe` found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """Lines for a person."""
+    if "identity" not in found:
+        return "\n".join([f"store {found['path']}", *_problems(found)])
+    parts = (_head, _buckets, _lengths, _layers, _sample, _leftovers, _problems, _notebook)
+    return "\n".join(line for part in parts for line in part(found))
+
+
+def _head(found: Mapping[str, Any]) -> list[str]:
+    identity, samples, total = found["identity"], found["samples"], found["total"]
+    progress = found["progress"]
+    lines = [
+        f"store {found['path']}: {found['state']}, "
+        f"{total['committed_shards']} of {total['shards']} shards",
+        f"target {identity['target_id']} ({identity['target_dtype']}), layers "
+        f"{' '.join(map(str, identity['layer_ids']))} of {identity['num_target_layers']}, "
+        f"hidden size {identity['hidden_size']}, modes {identity['hidden_mode']} / "
+        f"{identity['last_mode']} ({identity['last_rows']} rows)",
+        f"samples {samples['all']} ({samples['held_out']} held out, {samples['readable']} "
+        f"readable): " + _counts(samples["domains"]),
+        f"tokens {total['committed_tokens']} of {total['tokens']}, {_size(total['bytes'])}, "
+        f"{total['bytes_per_token']:.0f} bytes a token, {total['ratio_to_bf16']:.2f}x against "
+        "bf16 of all rows",
+    ]
+    if progress["tokens_left"]:
+        eta = progress["eta_s"]
+        left = f"{eta:.0f} s left" if eta is not None else "time left unknown"
+        lines.append(f"captured at {progress['tokens_per_s']:.0f} tokens/s, {left}")
+    named = [name for name in ("dropped", "bad") if found[name]]
+    return lines + [f"{name}: {_counts(found[name])}" for name in named]
+
+
+def _buckets(found: Mapping[str, Any]) -> list[str]:
+    names = ("max_len", "samples", "tokens", "shards", "committed_shards", "fill", "bytes")
+    titles = ("bucket", "max len", "samples", "tokens", "shards", "committed", "fill", "bytes")
+    rows = [
+        [str(b["bucket"]), *(_cell(b[name]) for name in names), f"{b['bytes_per_token']:.0f}"]
+        for b in found["buckets"]
+    ]
+    return _table((*titles, "a token"), rows)
+
+
+def _lengths(found: Mapping[str, Any]) -> list[str]:
+    most = max(bin["samples"] for bin in found["lengths"])
+    rows = [
+        [f"{b['from']}-{b['to'] - 1}", str(b["samples"]), "#" * -(-40 * b["samples"] // most)]
+        for b in found["lengths"]
+    ]
+    return _table(("tokens", "samples", ""), rows)
+
+
+def _layers(found: Mapping[str, Any]) -> list[str]:
+    seen = {str(row["layer"]): row for row in (found["sample"] or {"layers": []})["layers"]}
+    rows = []
+    for row in found["layers"]:
+        one = seen.get(row["layer"])
+        more = [f"{one[k]:.4g}" for k in ("median_abs", "rms_p50", "rms_p99")] if one else ["-"] * 3
+        rows.append([row["layer"], f"{row['amax']:.4g}", str(row["clipped"]), *more])
+    return _table(("layer", "amax", "clipped", "median |x|", "rms p50", "rms p99"), rows)
+
+
+def _sample(found: Mapping[str, Any]) -> list[str]:
+    sample = found["sample"]
+    if sample is None:
+        return ["no sample can be read yet"]
+    text = sample["text"]
+    shown = repr(text) if text is not None else " ".join(map(str, sample["ids"]))
+    return [
+        f"sample {sample['sample']} {sample['key']!r} ({sample['domain']}): "
+        f"{sample['num_tokens']} tokens, {sample['num_supervised']} supervised",
+        f"  {shown} ...",
+    ]
+
+
+def _leftovers(found: Mapping[str, Any]) -> list[str]:
+    return [f"left by an interrupted capture: {name}" for name in found["leftovers"]]
+
+
+def _problems(found: Mapping[str, Any]) -> list[str]:
+    return [f"problem: {text}" for text in found["problems"]]
+
+
+def _notebook(found: Mapping[str, Any]) -> list[str]:
+    return ["", "in a notebook:", *(f"  {line}" for line in found["snippet"].splitlines())]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _cell(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.2f}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    return [
+        "",
+        *(
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (titles, *rows)
+        ),
+    ]

@@ -1,0 +1,111 @@
+"""Fixtures over `tiny.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dflash_pipeline.store.reader import open_store
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tiny_store", Path(__file__).with_name("tiny.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up there
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """The functions of `tiny.py`."""
+    return _load()
+
+
+@pytest.fixture(scope="session")
+def plan(tiny: ModuleType) -> Any:
+    """24 samples."""
+    return tiny.make_plan(24)
+
+
+@pytest.fixture(scope="session")
+def originals(tiny: ModuleType, plan: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A planned store and a whole, sealed one, made once; tests get copies."""
+    folder = tmp_path_factory.mktemp("originals")
+    tiny.build(plan, folder / "empty")
+    store = tiny.build(plan, folder / "whole")
+    tiny.capture(plan, store)
+    store.seal()
+    return folder
+
+
+def _copy(source: Path, target: Path) -> Any:
+    shutil.copytree(source, target, symlinks=True)
+    return open_store(target)
+
+
+@pytest.fixture
+def empty_store(originals: Path, tmp_path: Path) -> Any:
+    """A planned store at tmp_path / hs with nothing captured yet."""
+    return _copy(originals / "empty", tmp_path / "hs")
+
+
+@pytest.fixture
+def store(originals: Path, tmp_path: Path) -> Any:
+    """A whole, sealed store at tmp_path / hs."""
+    return _copy(originals / "whole", tmp_path / "hs")
+
+
+@pytest.fixture
+def small_store(tmp_path: Path) -> Any:
+    """A copy of the golden store: five samples, four shards."""
+    return _copy(Path(__file__).parent.parent / "golden" / "store-v1-bf16", tmp_path / "small")
+
+
+@pytest.fixture
+def fork_worker() -> Iterator[Callable[[Path, int], Callable[[float], int]]]:
+    """Starts `chaos_worker.py` for a store; what it gives starts a process, by its pause."""
+    with contextlib.ExitStack() as ends:
+
+        def host(path: Path, num_samples: int) -> Callable[[float], int]:
+            script = Path(__file__).with_name("chaos_worker.py")
+            command = [sys.executable, str(script), str(path), str(num_samples)]
+            pipe = subprocess.PIPE
+            process = ends.enter_context(
+                subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+            )
+
+            def start(pause_s: float) -> int:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(f"{pause_s}\n")
+                process.stdin.flush()
+                return int(process.stdout.readline())
+
+            return start
+
+        yield host
+
+
+@pytest.fixture
+def flip() -> Callable[[Path, int], None]:
+    """Inverts one byte of a file."""
+
+    def invert(file: Path, place: int) -> None:
+        content = bytearray(file.read_bytes())
+        content[place] ^= 0xFF
+        file.write_bytes(content)
+
+    return invert

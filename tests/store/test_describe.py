@@ -1,0 +1,130 @@
+"""inspect: what it counts, that it never fails on data, and that its snippets run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_pipeline.store.describe import describe, main
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.snippet import NUMPY_DECODER, snippet
+
+
+def test_a_whole_store_is_described(store: Store, plan: Any) -> None:
+    found = describe(store.path)
+    num_tokens = int(plan.table.num_tokens.sum())
+    assert found["state"] == "sealed"
+    assert found["samples"] == {
+        "all": 24,
+        "held_out": 5,
+        "readable": 24,
+        "domains": {"chat": 12, "code": 12},
+    }
+    total = found["total"]
+    assert (total["tokens"], total["committed_tokens"]) == (num_tokens, num_tokens)
+    assert (total["shards"], total["committed_shards"]) == (8, 8)
+    assert total["bytes"] == sum(b["bytes"] for b in found["buckets"])
+    assert found["progress"]["tokens_left"] == 0
+    peak = max(float(np.abs(plan.rows_of(i)[0][:, 1]).max()) for i in range(24))
+    assert found["layers"][1] == {"layer": "3", "amax": peak, "clipped": 0}
+    assert [row["layer"] for row in found["layers"]] == ["1", "3", "5", "last"]
+    assert sum(row["samples"] for row in found["lengths"]) == 24
+    assert found["dropped"] == {"empty": 2}
+    assert found["sample"]["ids"] == plan.tokens_of(0)[0][:48].tolist()
+    assert found["problems"] == []
+    json.dumps(found)
+
+
+def test_a_growing_store_says_how_far_it_is(empty_store: Store) -> None:
+    found = describe(empty_store.path)
+    assert found["state"] == "growing"
+    assert found["progress"]["eta_s"] is None
+    assert found["sample"] is None
+
+
+def test_text_and_json_come_out_on_their_own(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(None, None, {"path": str(store.path), "json": False})
+    text = capsys.readouterr().out
+    for part in ("sealed, 8 of 8 shards", "layers 1 3 5 of 8", "rms p99", "in a notebook"):
+        assert part in text
+    main(None, None, {"path": str(store.path), "json": True})
+    assert json.loads(capsys.readouterr().out)["state"] == "sealed"
+
+
+def test_no_damage_makes_it_fail(
+    small_store: Store,
+    flip: Callable[[Path, int], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    random, store = np.random.default_rng(3), small_store
+    for file in sorted(file for file in store.path.rglob("*") if file.is_file()):
+        if file.stat().st_size == 0 or (file.name == "zarr.json" and file.parent != store.path):
+            continue
+        place = int(random.integers(file.stat().st_size))
+        flip(file, place)
+        main(None, None, {"path": str(store.path), "json": False})
+        flip(file, place)
+    capsys.readouterr()
+    (store.path / "samples" / "bucket" / "c" / "0").unlink()
+    main(None, None, {"path": str(store.path), "json": False})
+    assert "samples/bucket/c/0 is missing" in capsys.readouterr().out
+
+
+def test_the_tokenizer_of_the_target_gives_text(tiny: ModuleType, plan: Any, store: Store) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {f"w{i}": i for i in range(tiny.VOCAB)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="w0")
+    content = tokenizers.Tokenizer(model).to_str().encode()
+    found = store.files() | {"tokenizer.json": content}
+    store.files = lambda: found  # type: ignore[method-assign]
+    from dflash_pipeline.store.describe import _text
+
+    ids = plan.tokens_of(0)[0][:3].tolist()
+    assert _text(store, ids) == " ".join(f"w{i}" for i in ids)
+    found["tokenizer.json"] = b"{broken"
+    assert _text(store, ids) is None
+
+
+def test_the_notebook_lines_run(store: Store, plan: Any) -> None:
+    names: dict[str, Any] = {}
+    exec(snippet(str(store.path)), names)
+    hidden_TKH = plan.rows_of(0)[0]
+    assert (names["sample"].hidden_TKH == hidden_TKH).all()
+    assert (names["hidden"] == hidden_TKH[:10]).all()
+    assert (names["raw"].view("<u2") == store.hidden(0)[:10].view("<u2")).all()
+    assert (names["hidden_TKH"] == hidden_TKH).all()
+
+
+def test_ten_lines_of_numpy_read_a_store_without_the_package(store: Store, plan: Any) -> None:
+    code = NUMPY_DECODER.format(path=store.path).replace("path, i =", "path, i =", 1)
+    assert len(code.splitlines()) == 10
+    code = code.replace(f'"{store.path}", 0', f'"{store.path}", 17', 1)
+    check = """
+import sys
+sys.path = [place for place in sys.path if "dflash" not in place]
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+try:
+    import dflash_pipeline
+    raise SystemExit("the package is here")
+except ImportError:
+    pass
+"""
+    end = "\nassert 'zarr' not in sys.modules\nprint(hidden_TKH.tobytes().hex())\n"
+    found = subprocess.run(
+        [sys.executable, "-c", check + code + end],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=store.path,
+    )
+    assert bytes.fromhex(found.stdout.strip()) == plan.rows_of(17)[0].tobytes()

@@ -1,0 +1,36 @@
+"""bf16 rows: bits, rounding, and nothing lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dflash_pipeline.store.rows import bf16_bits, bf16_to_float32, decode, encode, row_bytes
+
+
+def test_rounding_is_to_nearest_even_and_keeps_what_is_special() -> None:
+    values = np.array([1.0, 1.00390625, 1.01171875, -0.0, np.inf, -np.inf, 3.4e38, 1e-40])
+    bits = bf16_bits(values.astype(np.float32)).tolist()
+    assert bits == [0x3F80, 0x3F80, 0x3F82, 0x8000, 0x7F80, 0xFF80, 0x7F80, 0x0001]
+
+
+def test_each_nan_stays_a_nan() -> None:
+    patterns = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
+    assert np.isnan(bf16_to_float32(bf16_bits(patterns.view(np.float32)))).all()
+
+
+def test_all_65536_patterns_come_back_from_their_rows() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 4, 8)
+    rows = encode(bits, "bf16")
+    assert rows.shape == (2048, 4, row_bytes("bf16", 8))
+    assert (decode(rows, "bf16").view(np.uint32) >> 16 == bits).all()
+
+
+def test_float32_and_its_bits_encode_alike() -> None:
+    values = np.random.default_rng(0).standard_normal((5, 3, 8), np.float32)
+    assert (encode(values, "bf16") == encode(bf16_bits(values), "bf16")).all()
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="update dflash-pipeline"):
+        row_bytes("int2", 8)
