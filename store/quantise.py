@@ -296,7 +296,7 @@ def _e4m3_codes(ratios: Float) -> Bytes:
 
 
 def e4m3_to_float32(codes: Bytes) -> Float:
-    """The value of each e4m3 code. Code 127, NaN by the standard, is never written and reads 480."""
+    """The value of each e4m3 code; 127, NaN by the standard, is never written and reads 480."""
     magnitude = (codes & 0x7F).astype(np.uint32)
     normal = ((magnitude + _E4M3_REBIAS) << 20).view(np.float32)
     subnormal = magnitude.astype(np.float32) * np.float32(1 / _E4M3_SUBNORMAL)

@@ -106,20 +106,18 @@ def test_the_notebook_lines_run(store: Store, plan: Any) -> None:
 
 
 def test_ten_lines_of_numpy_read_a_store_without_the_package(store: Store, plan: Any) -> None:
-    code = NUMPY_DECODER.format(path=store.path).replace("path, i =", "path, i =", 1)
+    code = NUMPY_DECODER.format(path=store.path)
     assert len(code.splitlines()) == 10
     code = code.replace(f'"{store.path}", 0', f'"{store.path}", 17', 1)
     check = """
 import sys
-sys.path = [place for place in sys.path if "dflash" not in place]
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
-try:
-    import dflash_pipeline
-    raise SystemExit("the package is here")
-except ImportError:
-    pass
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("dflash_pipeline", "zarr", "numcodecs", "google_crc32c"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Absent())
 """
-    end = "\nassert 'zarr' not in sys.modules\nprint(hidden_TKH.tobytes().hex())\n"
+    end = "\nprint(hidden_TKH.tobytes().hex())\n"
     found = subprocess.run(
         [sys.executable, "-c", check + code + end],
         capture_output=True,

@@ -1,0 +1,206 @@
+"""The target answering a batch of dialogues with transformers.
+
+Sampled tokens take their noise from a hash of (seed, id, turn, step, token): an answer does not
+depend on the batch it was in, except through the rounding that padding changes.
+Letters: B sequences, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from dflash_pipeline.capture.answers import Dialogue, answer_seed
+from dflash_pipeline.capture.model import TargetFiles
+from dflash_pipeline.capture.samples import Message
+from dflash_pipeline.capture.target import Target, compute_dtype
+from dflash_pipeline.capture.template import RenderError, prompt_ids, stop_ids
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import GenerateConfig, TargetConfig
+
+TOO_LONG = "prompt not below data.max_len or the target's positions"
+_MASK_34, _MASK_37, _MASK_33, _MASK_24 = ((1 << bits) - 1 for bits in (34, 37, 33, 24))
+
+
+class Answerer:
+    """A loaded target that answers; its batches become smaller for good when memory runs out."""
+
+    def __init__(
+        self,
+        files: TargetFiles,
+        target: TargetConfig,
+        config: GenerateConfig,
+        max_len: int,
+        place: Place,
+    ) -> None:
+        """max_len: tokens of a conversation; longer prompts are not answered."""
+        self._target, self._config = target, config
+        self._tokenizer = files.tokenizer()
+        dtype = compute_dtype(target.dtype, place.kind)
+        self._model = Target.load(files, (), place.device, dtype).model
+        self._ends = end_ids(files, target)
+        self._device = place.device
+        self._num_positions = int(files.text_config.get("max_position_embeddings") or 1 << 31)
+        self._max_len = min(max_len, self._num_positions)
+        self.batch_size = config.batch_size
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation whose last turn is the user's. Raises RenderError."""
+        found = prompt_ids(self._tokenizer, messages, self._target)
+        if len(found) >= self._max_len:
+            raise RenderError(TOO_LONG)
+        return found
+
+    def answer(self, batch: Sequence[Dialogue]) -> int:
+        """Answer every turn of every dialogue; the number of tokens generated."""
+        num_tokens = 0
+        while asked := [dialogue for dialogue in batch if dialogue.questions]:
+            turn, prompts = [], []
+            for dialogue in asked:
+                try:
+                    prompts.append(self.prompt(dialogue.ask()))
+                    turn.append(dialogue)
+                except RenderError:
+                    dialogue.withdraw()
+            answers = self._generate(turn, prompts)
+            num_tokens += sum(map(len, answers))
+            for dialogue, prompt, answer in zip(turn, prompts, answers, strict=True):
+                is_ended = bool(answer) and answer[-1] in self._ends
+                text = self._tokenizer.decode(
+                    answer[:-1] if is_ended else answer,
+                    skip_special_tokens=True,
+                    clean_up_tokenization_spaces=False,
+                )
+                message = {"role": "assistant", "content": str(text)}
+                dialogue.answer(message, "stop" if is_ended else "length")
+                dialogue.answer_tokens(prompt, answer, self._tokenizer, self._target)
+        return num_tokens
+
+    def _generate(
+        self, turn: Sequence[Dialogue], prompts: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """The answers to prompts, each with its end token if it has one."""
+        answers: list[list[int]] = []
+        while len(answers) < len(turn):
+            part = slice(len(answers), len(answers) + self.batch_size)
+            seeds = [
+                answer_seed(self._config.seed, dialogue.key, len(dialogue.finishes))
+                for dialogue in turn[part]
+            ]
+            try:
+                answers += self._generate_part(prompts[part], seeds)
+            except torch.OutOfMemoryError as error:
+                if len(seeds) == 1:
+                    raise ValueError(
+                        f"no memory to answer one prompt of {len(prompts[part][0])} tokens: "
+                        "lower data.max_len or generate.max_new_tokens"
+                    ) from error
+                self.batch_size = len(seeds) // 2
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+        return answers
+
+    @torch.inference_mode()
+    def _generate_part(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+    ) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        pad_id = min(self._ends, default=0)
+        # on the left: all answers begin at the same position of the batch
+        ids_BT = torch.full((len(prompts), longest), pad_id)
+        mask_BT = torch.zeros_like(ids_BT)
+        for row, prompt in enumerate(prompts):
+            ids_BT[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask_BT[row, longest - len(prompt) :] = 1
+        # the model's own defaults (a repetition penalty, say) would change what greedy means
+        self._model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=min(self._config.max_new_tokens, self._num_positions - longest),
+            eos_token_id=sorted(self._ends) or None,
+            pad_token_id=pad_id,
+            do_sample=False,
+        )
+        found_BT = self._model.generate(
+            ids_BT.to(self._device),
+            attention_mask=mask_BT.to(self._device),
+            logits_processor=_processors(self._config, seeds),
+        )
+        return [_cut(row, self._ends) for row in found_BT[:, longest:].tolist()]
+
+
+def end_ids(files: TargetFiles, config: TargetConfig) -> frozenset[int]:
+    """Every token that ends an answer: generation config, config, tokenizer and chat template."""
+    tokenizer = files.tokenizer()
+    found = set(stop_ids(tokenizer, config))
+    generation = json.loads(files.files_for_store().get("generation_config.json", b"{}"))
+    configs = (generation, files.raw_config, files.text_config)
+    for value in (tokenizer.eos_token_id, *(one.get("eos_token_id") for one in configs)):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)
+
+
+def _cut(answer: list[int], ends: frozenset[int]) -> list[int]:
+    """Up to and with the first end token; behind it stands padding."""
+    for place, token in enumerate(answer):
+        if token in ends:
+            return answer[: place + 1]
+    return answer
+
+
+def _processors(config: GenerateConfig, seeds: Sequence[int]) -> LogitsProcessorList:
+    processors = LogitsProcessorList()
+    if config.temperature > 0:
+        processors.append(TemperatureLogitsWarper(config.temperature))
+        if config.top_k > 0:
+            processors.append(TopKLogitsWarper(config.top_k))
+        if config.top_p < 1:
+            processors.append(TopPLogitsWarper(config.top_p))
+        processors.append(_Noise(seeds))
+    return processors
+
+
+class _Noise(LogitsProcessor):
+    """Gumbel noise on scores: the largest is then a draw from their softmax."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._seeds = seeds
+        self._step = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        noise_BV = gumbel(self._seeds, self._step, scores.shape[-1], scores.device)
+        self._step += 1
+        return scores + noise_BV  # type: ignore[return-value]
+
+
+def gumbel(seeds: Sequence[int], step: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Standard Gumbel noise, fp32 [B, V]: the same for a seed and step in any batch and machine.
+
+    splitmix64 of (seed, step, token) in wrapping int64; 24 bits of it make the uniform number.
+    """
+    seed_B = torch.tensor(seeds, dtype=torch.int64, device=device)
+    token_V = torch.arange(vocab_size, dtype=torch.int64, device=device)
+    row_B = _mixed(_mixed(seed_B) + step)
+    bits_BV = (_mixed(row_B[:, None] + token_V[None]) >> 40) & _MASK_24
+    uniform_BV = (bits_BV.float() + 0.5) / (1 << 24)
+    return -torch.log(-torch.log(uniform_BV))
+
+
+def _mixed(value: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64; shifts of int64 copy the sign, hence the masks."""
+    value = value + _signed(0x9E3779B97F4A7C15)
+    value = (value ^ ((value >> 30) & _MASK_34)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ ((value >> 27) & _MASK_37)) * _signed(0x94D049BB133111EB)
+    return value ^ ((value >> 31) & _MASK_33)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,157 @@
+"""From conversations to a published store without hidden states: everything that the plan fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dflash_pipeline.capture import sources
+from dflash_pipeline.capture.batches import Plan, plan
+from dflash_pipeline.capture.model import TargetFiles, embedding_and_head
+from dflash_pipeline.capture.samples import Conversation, Dropped
+from dflash_pipeline.capture.spool import Spool, fill
+from dflash_pipeline.capture.template import template_arguments_text
+from dflash_pipeline.configs.load import to_dict
+from dflash_pipeline.configs.schema import CaptureConfig, Run
+from dflash_pipeline.store.build import StoreBuilder
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.rows import row_bytes
+from dflash_pipeline.store.spec import CHUNK_ROWS, FORMAT, Attributes, Layout, StoreSpec
+from dflash_pipeline.store.table import SampleTable, build_table
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A plan in the store's terms."""
+
+    plan: Plan
+    layout: Layout
+    table: SampleTable
+
+
+def store_spec(run: Run, files: TargetFiles, kind: str, weight_hash: str) -> StoreSpec:
+    """The identity of the store that this run asks for; `kind` is cuda or cpu."""
+    dtype = run.target.dtype
+    if dtype == "auto":
+        dtype = "bf16" if kind == "cuda" else "fp32"
+    return StoreSpec(
+        format=FORMAT,
+        target_id=Path(files.name).name,
+        target_hash=weight_hash,
+        target_dtype=dtype,
+        quantisation=files.quantisation,
+        layer_ids=files.layer_ids(run.target),
+        num_target_layers=files.num_layers,
+        hidden_size=files.hidden_size,
+        vocab_size=files.vocab_size,
+        hidden_mode=run.store.hidden_mode,
+        last_mode=run.store.last_mode,
+        last_rows=run.store.last_rows,
+        calibration_hash="",
+        tokenizer_hash=files.tokenizer_hash(),
+        template_hash=files.template_hash(),
+        template_args=template_arguments_text(run.target),
+        max_len=run.data.max_len,
+        overlong=run.data.overlong,
+    )
+
+
+def arranged(spool: Spool, spec: StoreSpec, run: Run) -> Arranged:
+    """Buckets, batches and shards of the spooled samples, and their table."""
+    capture: CaptureConfig = run.capture
+    token_bytes = spec.num_layers * row_bytes(spec.hidden_mode, spec.hidden_size)
+    found = plan(
+        spool.column("num_tokens"),
+        num_buckets=capture.num_buckets,
+        token_budget=capture.token_budget,
+        pad_multiple=capture.pad_multiple,
+        shard_rows=-(-run.store.shard_bytes // token_bytes),
+        seed=capture.seed,
+    )
+    layout = Layout(
+        # no larger than the fullest shard: a small data set makes a small store
+        rows_per_shard=-(-found.num_rows_per_shard_max // CHUNK_ROWS) * CHUNK_ROWS,
+        chunk_rows=CHUNK_ROWS,
+        token_budget=capture.token_budget,
+        pad_multiple=capture.pad_multiple,
+        bucket_bounds=found.bucket_bounds,
+        num_shards=found.num_shards,
+        num_samples_per_shard_max=found.num_samples_per_shard_max,
+        seed=capture.seed,
+    )
+    columns = {name: spool.column(name)[found.order_M] for name in spool.columns}
+    columns |= {"bucket": found.bucket_M, "shard": found.shard_M, "batch": found.batch_M}
+    # short names: the same data elsewhere is the same plan
+    names = sources.stems(run.data.files)
+    keys = [spool.keys[i] for i in found.order_M]
+    table = build_table(keys, columns, layout, spool.domains, names)
+    return Arranged(found, layout, table)
+
+
+def build_store(
+    run: Run,
+    files: TargetFiles,
+    kind: str,
+    conversations: Iterable[Conversation],
+    dropped: Dropped,
+    data_hash: str,
+    num_processes: int,
+    say: Callable[[str], None],
+) -> Store:
+    """Plan all conversations and publish the store at `run.store.path`, its shards still missing.
+
+    `data_hash` is kept with the store, `num_processes` may render at the same time. Raises
+    ValueError when too many rows are unusable, none is left, or the disk has no room.
+    """
+    path = Path(run.store.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # beside the store: room for all tokens is where the store will be
+    with Spool(path.parent, run.store.last_rows) as spool:
+        fill_checked(spool, run, files, conversations, dropped, num_processes)
+        for line in dropped.lines():
+            say(f"dropped {line}")
+        spec = store_spec(run, files, kind, files.weight_hash())
+        made = arranged(spool, spec, run)
+        attributes = Attributes(
+            data_hash=data_hash,
+            mask_token_id=files.mask_token_id(run.target),
+            dropped=dict(sorted(dropped.counts.items())),
+            run=dict(to_dict(run)),
+        )
+        with StoreBuilder(path, spec, made.layout, made.table, attributes) as builder:
+            embed_VH, head_VH = embedding_and_head(files)
+            builder.write_target(embed_VH, head_VH, files.files_for_store())
+            for shard_id in made.layout.shard_ids():
+                samples = made.table.of_shard(shard_id)
+                parts = [spool.tokens(int(i)) for i in made.plan.order_M[samples]]
+                ids_N, mask_N = (np.concatenate(part) for part in zip(*parts, strict=True))
+                builder.write_tokens(shard_id, ids_N, mask_N)
+            return builder.publish()
+
+
+def fill_checked(
+    spool: Spool,
+    run: Run,
+    files: TargetFiles,
+    conversations: Iterable[Conversation],
+    dropped: Dropped,
+    num_processes: int,
+) -> None:
+    """Render all conversations into the spool. Raises ValueError when too many are unusable."""
+    fill(
+        spool,
+        conversations,
+        files.tokenizer(),
+        run.target,
+        files.vocab_size,
+        run.data,
+        num_processes,
+        dropped,
+    )
+    dropped.check(run.data.max_bad_share)
+    if len(spool) == 0:
+        reasons = "; ".join(dropped.lines()) or "the files hold no rows"
+        raise ValueError(f"nothing to capture: no sample in {', '.join(run.data.files)}: {reasons}")

@@ -1,0 +1,109 @@
+"""A planned batch -> its packed rows in a slot; halved once when the device's memory does not do.
+
+Letters: B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from dflash_pipeline.capture.offload import Slot
+from dflash_pipeline.capture.pack import index_batch, pack
+from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.warmup import num_positions
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.table import teacher_positions
+
+
+class ForwardFailed(Exception):
+    """A batch could not be computed; its text says why in one line."""
+
+
+class Forward:
+    """Runs the target over batches of a store's plan."""
+
+    def __init__(
+        self, store: Store, target: Target, buffer_bytes: int, say: Callable[[str], None]
+    ) -> None:
+        """`buffer_bytes`: device memory of the slots, for the report when memory runs out."""
+        self._store, self._target = store, target
+        self._buffer_bytes, self._say = buffer_bytes, say
+        self.num_places = 0
+        """Tokens computed so far, padding included."""
+
+    def compute(self, batch: slice, slot: Slot) -> bool:
+        """Fill the slot with the rows of the samples `batch`; True if it had to be halved.
+
+        The host does not wait for the device. Raises ForwardFailed.
+        """
+        num_sequences = batch.stop - batch.start
+        longest = int(self._store.table.num_tokens[batch].max())
+        width = num_positions(longest, self._store.layout)
+        self.num_places += num_sequences * width
+        try:
+            self._part(batch, width, slot)
+            return False
+        except torch.OutOfMemoryError as error:
+            shape = f"{num_sequences} x {width} tokens"
+            report = f"out of memory with a batch of {shape}: {self._memory()}"
+            if num_sequences == 1:
+                raise ForwardFailed(report) from error
+        except Exception as error:
+            raise ForwardFailed(f"{type(error).__name__}: {error}") from error
+        # outside of the handler: the error's frames would keep the batch's tensors alive
+        self._say(f"{report}; halving it")
+        if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
+            torch.cuda.empty_cache()
+        slot.clear()
+        middle = (batch.start + batch.stop) // 2
+        try:
+            for half in (slice(batch.start, middle), slice(middle, batch.stop)):
+                self._part(half, width, slot)
+        except Exception as error:
+            raise ForwardFailed(
+                f"half of a batch of {shape}: {type(error).__name__}: {error}"
+            ) from error
+        return True
+
+    def check_device(self, failed: ForwardFailed) -> None:
+        """ValueError when the device answers nothing any more, as after some CUDA errors."""
+        try:
+            torch.ones(1, device=self._target.device).add_(1).item()
+        except RuntimeError:
+            raise ValueError(f"the device is unusable after: {failed}") from failed
+
+    def _part(self, batch: slice, width: int, slot: Slot) -> None:
+        spec = self._store.spec
+        ids_BT = np.zeros((batch.stop - batch.start, width), np.int64)
+        lengths_B, teachers_B = [], []
+        for sequence, sample in enumerate(range(batch.start, batch.stop)):
+            ids_T, mask_T = self._store.tokens(sample)
+            ids_BT[sequence, : len(ids_T)] = ids_T
+            lengths_B.append(len(ids_T))
+            teachers_B.append(
+                teacher_positions(mask_T, spec.last_rows)
+                if spec.has_last
+                else np.empty(0, np.int64)
+            )
+        part = slot.part(ids_BT, index_batch(lengths_B, teachers_B, width))
+        hidden_KBTH, last_BTH = self._target.forward(part.ids_BT)
+        pack(hidden_KBTH, last_BTH, part.index, part.out)
+
+    def _memory(self) -> str:
+        """What holds the device's memory."""
+        device = self._target.device
+        weights = sum(p.numel() * p.element_size() for p in self._target.model.parameters())
+        text = f"weights {weights / 1e9:.2f} GB, row buffers {self._buffer_bytes / 1e9:.2f} GB"
+        if device.type != "cuda":
+            return text
+        peak = torch.cuda.max_memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return (
+            f"{text}, activations up to {(peak - weights - self._buffer_bytes) / 1e9:.2f} GB, "
+            f"reserved {torch.cuda.memory_reserved(device) / 1e9:.2f} GB, "
+            f"free {free / 1e9:.2f} of {total / 1e9:.2f} GB"
+        )

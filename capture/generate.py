@@ -1,0 +1,119 @@
+"""`dflash generate`: the target's own answers into one JSONL file, resumable by id.
+
+Run again with the same settings it adds what is missing; ids in the file are not answered twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from itertools import islice
+
+from dflash_pipeline.capture import endpoint, settings
+from dflash_pipeline.capture.answer_file import AnswerFile
+from dflash_pipeline.capture.answerer import TOO_LONG, Answerer
+from dflash_pipeline.capture.answers import Dialogue, dialogues, sampling
+from dflash_pipeline.capture.model import TargetFiles, resolve
+from dflash_pipeline.capture.samples import Dropped
+from dflash_pipeline.capture.template import RenderError, template_arguments_text
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.runlog import RunLog
+
+# dialogues sorted by length at a time, in batches: little padding at constant memory
+_WINDOW_BATCHES = 16
+
+
+def main(run: Run, place: Place, extra: dict[str, object]) -> None:
+    """Answer this rank's share of the prompts, here or through servers, into `generate.out`."""
+    log = RunLog(place)
+    files = resolve(run.target) if run.target.id else None
+    if not run.generate.endpoints and files is None:
+        raise UsageError("no target: give --target, or servers with --endpoint")
+    settings.claim(run.generate.out, run_settings(run, files))
+    out = AnswerFile(run.generate.out)
+    try:
+        done = out.ids()
+        num_todo = checked_count(run, place, done)
+        dropped = Dropped()
+        fresh = _fresh(run, place, done, dropped)
+        if files is None or run.generate.endpoints:
+            num_new = endpoint.answer_all(fresh, out, run, files, num_todo, dropped, log)
+        else:
+            answerer = Answerer(files, run.target, run.generate, run.data.max_len, place)
+            num_new = _answer_here(fresh, out, run, answerer, num_todo, dropped, log)
+        for line in dropped.lines():
+            log.say(f"left out {line}")
+        log.say(f"{num_new} answers added to {run.generate.out}; {len(done)} were there before")
+    finally:
+        out.close()
+
+
+def run_settings(run: Run, files: TargetFiles | None) -> dict[str, object]:
+    """What answers depend on besides their prompts; runs that agree may share a file."""
+    found = sampling(run.generate) | {
+        "samples": run.generate.samples,
+        "target": files.directory.name if files is not None else "",
+        "template_args": template_arguments_text(run.target),
+        "max_len": run.data.max_len,
+    }
+    if files is not None:
+        found["tokenizer_hash"] = files.tokenizer_hash()
+        found["template_hash"] = files.template_hash()
+    if files is not None and not run.generate.endpoints:
+        # names and sizes: every rank would have to read all weights for a hash
+        found["weights"] = {path.name: path.stat().st_size for path in files.weight_paths()}
+    return found
+
+
+def checked_count(run: Run, place: Place, done: Set[str]) -> int:
+    """Answers that this rank still has to give; counted so that the end can be foretold.
+
+    Raises ValueError when too many rows are unusable.
+    """
+    dropped = Dropped()
+    num_todo = sum(1 for _ in _fresh(run, place, done, dropped))
+    dropped.check(run.data.max_bad_share)
+    return num_todo
+
+
+def _fresh(run: Run, place: Place, done: Set[str], dropped: Dropped) -> Iterator[Dialogue]:
+    todo = dialogues(run.data, run.generate.samples, place.rank, place.world, dropped)
+    return (dialogue for dialogue in todo if dialogue.key not in done)
+
+
+def _answer_here(
+    fresh: Iterator[Dialogue],
+    out: AnswerFile,
+    run: Run,
+    answerer: Answerer,
+    num_todo: int,
+    dropped: Dropped,
+    log: RunLog,
+) -> int:
+    """Answer with the loaded target; the number of new answers."""
+    num_new = num_tokens = 0
+    sized = _sized(fresh, answerer, dropped)
+    while window := list(islice(sized, _WINDOW_BATCHES * run.generate.batch_size)):
+        # the longest first: memory that will not do is found out at once
+        window.sort(key=lambda item: -item[0])
+        while window:
+            batch = [dialogue for _, dialogue in window[: answerer.batch_size]]
+            del window[: answerer.batch_size]
+            num_tokens += answerer.answer(batch)
+            out.append([dialogue.line(run.generate) for dialogue in batch])
+            num_new += len(batch)
+            log.progress(num_new, num_todo, "answers", tokens=num_tokens)
+    return num_new
+
+
+def _sized(
+    fresh: Iterator[Dialogue], answerer: Answerer, dropped: Dropped
+) -> Iterator[tuple[int, Dialogue]]:
+    """Each dialogue with the length of its first prompt, in tokens."""
+    for dialogue in fresh:
+        try:
+            first = {"role": "user", "content": dialogue.questions[0]}
+            yield len(answerer.prompt([*dialogue.messages, first])), dialogue
+        except RenderError as error:
+            dropped.add(str(error), dialogue.key, is_bad=str(error) != TOO_LONG)

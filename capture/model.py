@@ -1,0 +1,319 @@
+"""The target's files: found by name and described without loading a model.
+
+Weights are only ever read from safetensors; a pickled checkpoint (.bin, .pt) is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dflash_pipeline.capture import gguf, weights
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.layers import check_layer_ids, layer_ids
+from dflash_pipeline.configs.schema import TargetConfig
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+STORED_FILES = (
+    "config.json",
+    "generation_config.json",
+    *TOKENIZER_FILES,
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class TargetFiles:
+    """A target's directory and what its files say; weights stay on disk."""
+
+    def __init__(self, directory: Path, name: str, *, trust_remote_code: bool) -> None:
+        """`name` is what the user wrote; errors repeat it."""
+        self.directory = directory
+        self.name = name
+        self.trust_remote_code = trust_remote_code
+        config_path = directory / "config.json"
+        if not config_path.is_file():
+            raise UsageError(f"target {name}: {directory} holds no config.json")
+        self.raw_config: dict[str, Any] = _json(config_path)
+        self.config = _config(directory, name, trust_remote_code)
+
+    @cached_property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's part of the configuration, defaults filled in."""
+        values: dict[str, Any] = self.config.get_text_config(decoder=True).to_dict()
+        return values
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return int(self.text_config["num_hidden_layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        """Width H of the residual stream."""
+        return int(self.text_config["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows V of the embedding, padding rows included."""
+        return int(self.text_config["vocab_size"])
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return bool(self.config.tie_word_embeddings)
+
+    @property
+    def quantisation(self) -> str:
+        """The checkpoint's own weight quantisation; empty for a plain one."""
+        settings = self.raw_config.get("quantization_config")
+        return str(settings.get("quant_method", "unknown")) if settings else ""
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer, loaded once."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                self.directory, trust_remote_code=self.trust_remote_code
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise UsageError(
+                f"target {self.name}: no usable tokenizer in {self.directory}: {_line(error)}"
+            ) from error
+        return tokenizer
+
+    def weight_hash(self) -> str:
+        """sha256 over name and sha256 of each safetensors file, in name order; read once."""
+        return self._weight_hash
+
+    @cached_property
+    def _weight_hash(self) -> str:
+        paths = self.weight_paths()
+        with ThreadPoolExecutor(max_workers=min(8, len(paths))) as pool:
+            digests = list(pool.map(_file_digest, paths))
+        lines = [f"{path.name} {digest}\n" for path, digest in zip(paths, digests, strict=True)]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def tokenizer_hash(self) -> str:
+        """sha256 over the tokenizer's files; the chat template has its own hash."""
+        total = hashlib.sha256()
+        for name in TOKENIZER_FILES:
+            path = self.directory / name
+            if not path.is_file():
+                continue
+            data = path.read_bytes()
+            if name == "tokenizer_config.json":
+                settings = _json(path)
+                settings.pop("chat_template", None)
+                data = json.dumps(settings, sort_keys=True).encode()
+            total.update(f"{name} {hashlib.sha256(data).hexdigest()}\n".encode())
+        return total.hexdigest()
+
+    def template_hash(self) -> str:
+        """sha256 of the chat template, `none` where the tokenizer has none."""
+        template = self.tokenizer().chat_template
+        if not template:
+            return "none"
+        return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+
+    def layer_ids(self, config: TargetConfig) -> tuple[int, ...]:
+        """Layers to capture: those the configuration names, else spread by the DFlash rule."""
+        if config.layer_ids:
+            check_layer_ids(config.layer_ids, self.num_layers)
+            return config.layer_ids
+        return tuple(layer_ids(self.num_layers, config.num_capture_layers))
+
+    def mask_token_id(self, config: TargetConfig) -> int:
+        """The embedding row of a masked slot: named, the mask token, or the first unused row.
+
+        Raises ValueError for a row that does not exist or that is also pad or eos: those have a
+        meaning of their own, and servers strip them.
+        """
+        tokenizer = self.tokenizer()
+        ends = self._end_ids()
+        if config.mask_token_id >= 0:
+            found, origin = config.mask_token_id, "target.mask_token_id"
+        elif isinstance(tokenizer.mask_token_id, int):
+            found, origin = tokenizer.mask_token_id, "the tokenizer's mask token"
+        else:
+            found = max(tokenizer.get_vocab().values()) + 1
+            origin = "the first row beyond the tokenizer's ids"
+            if found >= self.vocab_size:
+                raise UsageError(
+                    f"target {self.name}: all {self.vocab_size} embedding rows are tokens and none "
+                    "is a mask token; name a token that never occurs with target.mask_token_id"
+                )
+        if found >= self.vocab_size:
+            raise UsageError(
+                f"mask token {found} ({origin}) is outside the embedding of target {self.name}, "
+                f"which has {self.vocab_size} rows; set target.mask_token_id"
+            )
+        if found in ends:
+            raise UsageError(
+                f"mask token {found} ({origin}) is also the {ends[found]} token of target "
+                f"{self.name}; set target.mask_token_id to another row"
+            )
+        return found
+
+    def files_for_store(self) -> dict[str, bytes]:
+        """Small files that describe the target, by name: configuration, tokenizer, template."""
+        paths = {name: self.directory / name for name in STORED_FILES}
+        return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+
+    def weight_paths(self) -> tuple[Path, ...]:
+        """The safetensors files, fetched from the hub if need be, in name order."""
+        return self._weight_paths
+
+    @cached_property
+    def _weight_paths(self) -> tuple[Path, ...]:
+        if not any(self.directory.glob("*.safetensors")) and _is_snapshot(self.directory):
+            _snapshot(self.name, self.directory.name, with_weights=True)
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            names = sorted(set(_json(index)["weight_map"].values()))
+        else:
+            names = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        if not names:
+            pickled = sorted(
+                path.name for path in self.directory.iterdir() if path.suffix in {".bin", ".pt"}
+            )
+            hint = f"; {pickled[0]} is a pickle and is not read: save it as safetensors"
+            raise UsageError(
+                f"target {self.name}: no .safetensors file in {self.directory}"
+                + (hint if pickled else "")
+            )
+        missing = [name for name in names if not (self.directory / name).is_file()]
+        if missing:
+            raise UsageError(f"target {self.name}: {self.directory / missing[0]} is missing")
+        return tuple(self.directory / name for name in names)
+
+    def _end_ids(self) -> dict[int, str]:
+        """Ids that mean pad or eos anywhere in the target's files -> which of the two."""
+        tokenizer = self.tokenizer()
+        generation_path = self.directory / "generation_config.json"
+        generation = _json(generation_path) if generation_path.is_file() else {}
+        ends: dict[int, str] = {}
+        for kind in ("pad", "eos"):
+            key = f"{kind}_token_id"
+            for value in (
+                getattr(tokenizer, key),
+                self.raw_config.get(key),
+                self.text_config.get(key),
+                generation.get(key),
+            ):
+                for token_id in value if isinstance(value, list) else [value]:
+                    if token_id is not None:
+                        ends.setdefault(int(token_id), kind)
+        return ends
+
+
+def resolve(config: TargetConfig) -> TargetFiles:
+    """The files of the target that `config` names; nothing but small files is read.
+
+    Raises UsageError for a name that is nothing we know, an unknown model type, and a hub name
+    that cannot be fetched.
+    """
+    name = config.id
+    if not name:
+        raise UsageError("no target: give --target (a directory, a hub name, toy or smollm2)")
+    if name == "toy":
+        directory = Path(str(resources.files("dflash_pipeline.capture") / "toy"))
+    elif name == "smollm2":
+        directory = gguf.smollm2_directory()
+    elif name.endswith(".gguf"):
+        directory = gguf.converted(Path(name).expanduser())
+    elif Path(name).expanduser().is_dir():
+        directory = Path(name).expanduser()
+    elif Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise UsageError(f"target {name}: not a directory of a model, nor a .gguf file")
+    else:
+        directory = _snapshot(name, config.revision or None, with_weights=False)
+    return TargetFiles(directory, name, trust_remote_code=config.trust_remote_code)
+
+
+def embedding_and_head(
+    files: TargetFiles,
+) -> tuple[NDArray[np.uint16], NDArray[np.uint16] | None]:
+    """Embedding and head as raw bf16 bits, see `weights.embedding_and_head`."""
+    shape = (files.vocab_size, files.hidden_size)
+    return weights.embedding_and_head(files.name, files.weight_paths(), shape, files.is_tied)
+
+
+def _config(directory: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
+        model_type = _json(directory / "config.json").get("model_type", "")
+        raise UsageError(
+            f"target {name}: this transformers cannot read a model of type {model_type!r}: "
+            f"{_line(error)}"
+        ) from error
+    is_remote = trust_remote_code and hasattr(config, "auto_map")
+    if not is_remote and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UsageError(
+            f"target {name}: model type {config.model_type!r} is no causal language model"
+        )
+    return config
+
+
+def _snapshot(name: str, revision: str | None, *, with_weights: bool) -> Path:
+    """Directory of the hub's files; from the cache when offline."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+    if with_weights:
+        patterns.append("*.safetensors")
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        # hub errors are OSErrors (HTTP, offline, nothing in the cache) or ValueErrors (bad name)
+        raise UsageError(
+            f"target {name}: no such directory, and the hub does not give it: {_line(error)}"
+        ) from error
+
+
+def _is_snapshot(directory: Path) -> bool:
+    return directory.parent.name == "snapshots"
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} holds no JSON object")
+    return values
+
+
+def _line(error: BaseException) -> str:
+    """The first line of a library's message: the rest is advice for its own users."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,298 @@
+"""Device rows to host buffers on a copy stream, and a batch's ids the other way.
+
+All buffers are made once, at the largest batch of the plan, and belong to this module: a `Slot` on
+the device, a `Parcel`'s buffer on the host. No tensor of the allocator crosses a stream, and a
+buffer is lent again only after its event has passed. Trap: a view of a parcel is garbage after
+its `release`; under test every byte of it is then 0xFF, a NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dflash_pipeline.capture.pack import BatchIndex, DeviceIndex, PackedRows
+
+# torch.cuda's own annotations are partial
+cuda: Any = torch.cuda
+
+POISON = 0xFF
+WAIT_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSizes:
+    """The largest batch of a plan, in each respect, and the fixed widths."""
+
+    num_places: int
+    """Tokens with padding, B * T."""
+    num_sequences: int
+    num_rows: int
+    num_last_rows: int
+    """0 where `last` is not stored."""
+    num_layers: int
+    """K."""
+    num_bounds: int
+    """L: the captured layers, then `last` where it is stored."""
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A batch, or half of one, inside a slot."""
+
+    ids_BT: torch.Tensor
+    index: DeviceIndex
+    out: PackedRows
+
+
+class Slot:
+    """Device memory of one batch: ids and index going in, packed rows going out."""
+
+    def __init__(self, sizes: BatchSizes, device: torch.device, pin: Callable[[int], torch.Tensor]):
+        # ids, then the four columns of the index
+        self._counts = (
+            sizes.num_places,
+            sizes.num_rows,
+            sizes.num_rows,
+            sizes.num_last_rows,
+            sizes.num_last_rows,
+        )
+        self._host = pin(8 * sum(self._counts)).view(torch.int64)
+        self._device = torch.empty_like(self._host, device=device)
+        layers = (sizes.num_layers, sizes.hidden_size)
+        self.rows = PackedRows(
+            hidden_NKH=torch.empty((sizes.num_rows, *layers), dtype=torch.bfloat16, device=device),
+            last_MH=torch.empty(
+                (sizes.num_last_rows, sizes.hidden_size), dtype=torch.bfloat16, device=device
+            ),
+            largest_BL=torch.empty((sizes.num_sequences, sizes.num_bounds), device=device),
+            faintest_BL=torch.empty((sizes.num_sequences, sizes.num_bounds), device=device),
+        )
+        is_cuda = device.type == "cuda"
+        self.packed = cuda.Event() if is_cuda else None
+        self.copied = cuda.Event() if is_cuda else None
+        self.clear()
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory it holds."""
+        rows = self.rows
+        tensors = (self._device, rows.hidden_NKH, rows.last_MH, rows.largest_BL, rows.faintest_BL)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def clear(self) -> None:
+        """Forget the parts."""
+        self._used = [0] * len(self._counts)
+        self.num_sequences = self.num_rows = self.num_last_rows = 0
+
+    def part(self, ids_BT: NDArray[np.int64], index: BatchIndex) -> Part:
+        """Send the ids and the index of the next part to the device; where its rows belong."""
+        columns = (index.row_N, index.sequence_N, index.teacher_M, index.teacher_sequence_M)
+        ids, row_N, sequence_N, teacher_M, teacher_sequence_M = (
+            self._upload(place, values)
+            for place, values in enumerate((ids_BT.reshape(-1), *columns))
+        )
+        sequences = slice(self.num_sequences, self.num_sequences + len(ids_BT))
+        rows = slice(self.num_rows, self.num_rows + len(row_N))
+        last_rows = slice(self.num_last_rows, self.num_last_rows + len(teacher_M))
+        self.num_sequences, self.num_rows = sequences.stop, rows.stop
+        self.num_last_rows = last_rows.stop
+        return Part(
+            ids.view(ids_BT.shape),
+            DeviceIndex(row_N, sequence_N, teacher_M, teacher_sequence_M),
+            PackedRows(
+                hidden_NKH=self.rows.hidden_NKH[rows],
+                last_MH=self.rows.last_MH[last_rows],
+                largest_BL=self.rows.largest_BL[sequences],
+                faintest_BL=self.rows.faintest_BL[sequences],
+            ),
+        )
+
+    def _upload(self, column: int, values: NDArray[np.int64]) -> torch.Tensor:
+        used = self._used[column]
+        if used + len(values) > self._counts[column]:
+            raise ValueError("a batch is larger than the largest batch of the plan")
+        begin = sum(self._counts[:column]) + used
+        place = slice(begin, begin + len(values))
+        self._used[column] = used + len(values)
+        self._host[place] = torch.from_numpy(values)
+        # pinned, and not written again before this slot's `copied` has passed
+        return self._device[place].copy_(self._host[place], non_blocking=True)
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """One batch on the host, lent until `release`."""
+
+    hidden_NKR: NDArray[np.uint8]
+    last_MR: NDArray[np.uint8]
+    largest_BL: NDArray[np.float32]
+    faintest_BL: NDArray[np.float32]
+    release: Callable[[], None]
+    """Gives the buffer back; any thread, once."""
+    _copied: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Until the bytes are there; other threads run meanwhile."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+class _Buffer:
+    """Host memory of one batch."""
+
+    def __init__(self, sizes: BatchSizes, pin: Callable[[int], torch.Tensor]) -> None:
+        row_bytes = 2 * sizes.hidden_size
+        bounds_bytes = 4 * sizes.num_sequences * sizes.num_bounds
+        # the widest type first, so that each view is aligned
+        counts = (
+            bounds_bytes,
+            bounds_bytes,
+            sizes.num_rows * sizes.num_layers * row_bytes,
+            sizes.num_last_rows * row_bytes,
+        )
+        self.memory = pin(sum(counts))
+        largest, faintest, hidden, last = torch.split(self.memory, list(counts))
+        layers = (sizes.num_layers, sizes.hidden_size)
+        self.hidden_NKH = hidden.view(torch.bfloat16).view(sizes.num_rows, *layers)
+        self.last_MH = last.view(torch.bfloat16).view(sizes.num_last_rows, sizes.hidden_size)
+        bounds = (sizes.num_sequences, sizes.num_bounds)
+        self.largest_BL = largest.view(torch.float32).view(bounds)
+        self.faintest_BL = faintest.view(torch.float32).view(bounds)
+
+
+class Offload:
+    """The buffers of a capture and the stream between them. Use it as a context manager."""
+
+    def __init__(
+        self,
+        sizes: BatchSizes,
+        device: torch.device,
+        *,
+        num_slots: int,
+        num_buffers: int,
+        poison: bool,
+    ) -> None:
+        """`poison` overwrites a buffer when it comes back, so that a late reader is found out."""
+        self._device, self._poison = device, poison
+        self._registered: list[torch.Tensor] = []
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        slots = [Slot(sizes, device, self._pinned) for _ in range(num_slots)]
+        self.device_bytes = sum(slot.size_bytes for slot in slots)
+        """Device memory of all slots."""
+        self._slots = itertools.cycle(slots)
+        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
+        for _ in range(num_buffers):
+            self._free.put(_Buffer(sizes, self._pinned))
+        self.wait_s = 0.0
+        """Seconds spent waiting for a host buffer: the disk is slower than the device."""
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unpin the memory; nothing may be lent any more."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        while self._registered:
+            cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+
+    def slot(self) -> Slot:
+        """The next device buffer, free and empty."""
+        slot = next(self._slots)
+        if slot.copied is not None:
+            slot.copied.synchronize()
+        if self._poison:
+            for rows in (slot.rows.hidden_NKH, slot.rows.last_MH):
+                rows.fill_(torch.nan)
+        slot.clear()
+        return slot
+
+    def send(self, slot: Slot, waiting: Callable[[], None]) -> Parcel:
+        """Copy the slot's rows to a host buffer; returns at once, `Parcel.wait` for the bytes.
+
+        `waiting` is called again and again while no host buffer is free; what it raises is raised
+        here, so that a writer that has failed does not leave us waiting.
+        """
+        buffer = self._take(waiting)
+        num_rows, num_last_rows = slot.num_rows, slot.num_last_rows
+        pairs = (
+            (buffer.hidden_NKH[:num_rows], slot.rows.hidden_NKH[:num_rows]),
+            (buffer.last_MH[:num_last_rows], slot.rows.last_MH[:num_last_rows]),
+            (buffer.largest_BL[: slot.num_sequences], slot.rows.largest_BL[: slot.num_sequences]),
+            (buffer.faintest_BL[: slot.num_sequences], slot.rows.faintest_BL[: slot.num_sequences]),
+        )
+        if self._stream is None or slot.packed is None or slot.copied is None:
+            for there, here in pairs:
+                there.copy_(here)
+        else:
+            slot.packed.record(cuda.current_stream(self._device))
+            with cuda.stream(self._stream):
+                self._stream.wait_event(slot.packed)
+                for there, here in pairs:
+                    there.copy_(here, non_blocking=True)
+                slot.copied.record(self._stream)
+        hidden, last, largest, faintest = (there for there, _ in pairs)
+        return Parcel(
+            hidden.view(torch.uint8).numpy(),
+            last.view(torch.uint8).numpy(),
+            largest.numpy(),
+            faintest.numpy(),
+            self._releaser(buffer),
+            slot.copied,
+        )
+
+    def _take(self, waiting: Callable[[], None]) -> _Buffer:
+        started = time.monotonic()
+        while True:
+            try:
+                buffer = self._free.get(timeout=WAIT_S)
+            except queue.Empty:
+                waiting()
+                continue
+            self.wait_s += time.monotonic() - started
+            return buffer
+
+    def _releaser(self, buffer: _Buffer) -> Callable[[], None]:
+        once = threading.Lock()
+
+        def release() -> None:
+            if not once.acquire(blocking=False):
+                raise AssertionError("a buffer was released twice")
+            if self._poison:
+                buffer.memory.fill_(POISON)
+            self._free.put(buffer)
+
+        return release
+
+    def _pinned(self, size_bytes: int) -> torch.Tensor:
+        """Page-locked memory of exactly this size; torch's own would round up to a power of two."""
+        memory = torch.empty(max(size_bytes, 8), dtype=torch.uint8)
+        if self._device.type == "cuda":
+            status = cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+            if int(status) != 0:
+                raise ValueError(
+                    f"cannot lock {memory.numel() / 1e9:.1f} GB of host memory (CUDA error "
+                    f"{int(status)}): lower capture.token_budget or capture.host_buffers"
+                )
+            self._registered.append(memory)
+        return memory[:size_bytes]

@@ -1,0 +1,199 @@
+"""The plan of a capture: made once by one process, and checked by every later run.
+
+A store that exists is continued only if its identity, its data and the numbers that arrange it
+are those of this run; each difference is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+from dflash_pipeline.capture import preflight, sources
+from dflash_pipeline.capture.construction import (
+    arranged,
+    build_store,
+    fill_checked,
+    store_spec,
+)
+from dflash_pipeline.capture.model import TargetFiles, resolve
+from dflash_pipeline.capture.samples import Conversation, Dropped, read
+from dflash_pipeline.capture.settings import recorded, settings_path
+from dflash_pipeline.capture.spool import Spool
+from dflash_pipeline.capture.template import template_arguments_text
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.load import to_dict
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.build import estimate_bytes, existing, plan_lock
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.rows import row_bytes
+from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.store.table import HELD_OUT
+
+NUM_PREFLIGHT = 8
+# another capture of the same store may be planning; it takes as long as reading all data does
+_LOCK_WAIT_S = 24 * 3600.0
+_DATA_FIELDS = ("max_len", "overlong", "limit", "heldout")
+_PLAN_FIELDS = {
+    "data": _DATA_FIELDS,
+    "store": ("shard_bytes",),
+    "capture": ("token_budget", "num_buckets", "pad_multiple", "seed"),
+}
+
+
+def main(run: Run, place: Place, extra: dict[str, object]) -> None:
+    """Plan the capture of `run`, or check that the store there is its own.
+
+    extra: `kind` (cuda or cpu: where the target will run), `only_count` (say what it would be and
+    write nothing).
+    """
+    log = RunLog(place)
+    kind, only_count = str(extra["kind"]), bool(extra["only_count"])
+    sources.check(run.data.files)
+    files = resolve(run.target)
+    # refused here, before anything is read
+    files.layer_ids(run.target)
+    files.mask_token_id(run.target)
+    check_generated(run, files)
+    if only_count:
+        for line in count_lines(run, files, kind, place.threads):
+            log.say(line)
+        return
+    path = Path(run.store.path)
+    with plan_lock(path, wait_s=_LOCK_WAIT_S):
+        store = existing(path)
+        hashed = data_hash(run)
+        if store is not None:
+            check_same(store, run, files, kind, hashed)
+            log.say(progress_text(store))
+            return
+        dropped = Dropped()
+        conversations = read(run.data.files, run.data.limit, dropped)
+        first = list(islice(conversations, NUM_PREFLIGHT))
+        preflight.check(run, files, first)
+        counted = _counted(chain(first, conversations), dropped, log)
+        store = build_store(run, files, kind, counted, dropped, hashed, place.threads, log.say)
+        log.say(f"planned {len(store.table)} samples in {sum(store.layout.num_shards)} shards")
+
+
+def data_hash(run: Run) -> str:
+    """Hash of what the data files hold and of how they are read; their place does not matter."""
+    values = {
+        "sources": [
+            (name, sources.content_hash(file))
+            for name, file in zip(sources.stems(run.data.files), run.data.files, strict=True)
+        ],
+        "settings": {name: getattr(run.data, name) for name in _DATA_FIELDS},
+    }
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def check_same(store: Store, run: Run, files: TargetFiles, kind: str, hashed: str) -> None:
+    """Raise UsageError that lists each difference between a store and this run."""
+    wanted = store_spec(run, files, kind, files.weight_hash())
+    found = store.spec.differences(wanted)
+    if store.attributes.mask_token_id != files.mask_token_id(run.target):
+        found.append(
+            f"mask_token_id: {store.attributes.mask_token_id} and {files.mask_token_id(run.target)}"
+        )
+    recorded_run, this_run = store.attributes.run, to_dict(run)
+    for section, names in _PLAN_FIELDS.items():
+        before = recorded_run.get(section)
+        for name in names:
+            value = before.get(name) if isinstance(before, dict) else None
+            is_told = name in ("max_len", "overlong")
+            if not is_told and value != this_run[section][name]:
+                found.append(f"{section}.{name}: {value!r} and {this_run[section][name]!r}")
+    if store.attributes.data_hash != hashed and not found:
+        found.append("data: the files hold something else than when the store was planned")
+    if found:
+        raise UsageError(
+            f"{run.store.path} is the store of another run, the store and this command differ in "
+            f"{'; '.join(found)}: use another --store, or the settings of before"
+        )
+
+
+def check_generated(run: Run, files: TargetFiles) -> None:
+    """Raise UsageError when answers of `generate` are of another tokenizer or template."""
+    wanted = {
+        "tokenizer_hash": files.tokenizer_hash(),
+        "template_args": template_arguments_text(run.target),
+    }
+    for file in run.data.files:
+        found = recorded(settings_path(file))
+        for name, value in wanted.items():
+            if found is not None and found.get(name, value) != value:
+                raise UsageError(
+                    f"{file} was generated with {name} {found[name]!r}, this run has {value!r}: "
+                    "capture with the target and template arguments of generate"
+                )
+
+
+def progress_text(store: Store) -> str:
+    """How much of a store there is."""
+    store.refresh()
+    shard_ids = store.layout.shard_ids()
+    num_done = sum(store.is_committed(shard_id) for shard_id in shard_ids)
+    return f"resuming: {num_done} of {len(shard_ids)} shards committed"
+
+
+def count_lines(run: Run, files: TargetFiles, kind: str, num_processes: int) -> list[str]:
+    """What a capture would be: samples, batches, shards, bytes. Writes nothing."""
+    dropped = Dropped()
+    with Spool(None, run.store.last_rows) as spool:
+        conversations = read(run.data.files, run.data.limit, dropped)
+        fill_checked(spool, run, files, conversations, dropped, num_processes)
+        spec = store_spec(run, files, kind, "not read")
+        made = arranged(spool, spec, run)
+    table, layout, plan = made.table, made.layout, made.plan
+    num_tokens = int(table.num_tokens.sum())
+    num_heldout = int((table.split == HELD_OUT).sum())
+    per_token = spec.num_layers * row_bytes(spec.hidden_mode, spec.hidden_size)
+    per_last = row_bytes(spec.last_mode, spec.hidden_size) if spec.has_last else 0
+    total_bytes = estimate_bytes(spec, layout, table)
+    free_bytes = shutil.disk_usage(_nearest(Path(run.store.path or "."))).free
+    lines = [f"dropped {line}" for line in dropped.lines()]
+    lines.append(
+        f"{len(table):,} samples ({num_heldout:,} held out), {num_tokens:,} tokens, "
+        f"{spool.num_supervised:,} supervised, layers {list(spec.layer_ids)} of "
+        f"{spec.num_target_layers}"
+    )
+    for bucket, bound in enumerate(layout.bucket_bounds):
+        num_samples, num_shards = int((table.bucket == bucket).sum()), layout.num_shards[bucket]
+        lines.append(
+            f"bucket {bucket}: to {bound:,} tokens, {num_samples:,} samples, {num_shards:,} shards"
+        )
+    lines.append(
+        f"{plan.num_batches:,} batches of at most {layout.token_budget:,} tokens, "
+        f"{100 * (1 - num_tokens / plan.num_padded_tokens):.1f} % padding, "
+        f"{sum(layout.num_shards):,} shards"
+    )
+    lines.append(
+        f"{per_token:,} bytes a token and {per_last:,} a row of last: {_size(total_bytes)} in all, "
+        f"{_size(free_bytes)} free"
+    )
+    return lines
+
+
+def _counted(
+    conversations: Iterator[Conversation], dropped: Dropped, log: RunLog
+) -> Iterator[Conversation]:
+    for conversation in conversations:
+        log.progress(dropped.num_rows, 0, "rows")
+        yield conversation
+
+
+def _nearest(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,161 @@
+"""The frozen target: chosen layers' outputs and the post-norm last state of a padded batch.
+
+Letters: B sequences, T positions, K captured layers, H hidden, V vocabulary.
+Trap: HF's `hidden_states[-1]` is after the final norm while the others are raw layer outputs, so
+layers are read by hooks on the layers themselves and `last` is what the backbone returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from dflash_pipeline.capture.model import TargetFiles
+from dflash_pipeline.configs.errors import UsageError
+
+# not annotated by transformers
+_loader: Any = AutoModelForCausalLM
+_logging: Any = transformers_logging
+
+NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
+
+
+def compute_dtype(name: str, kind: str) -> torch.dtype:
+    """`target.dtype` as a type; auto: bf16 on CUDA, fp32 on a CPU."""
+    if name == "auto":
+        name = "bf16" if kind == "cuda" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+
+
+class Target:
+    """A causal language model, frozen, whose chosen layers are hooked.
+
+    The model is called without an attention mask: rows are padded on the right, and a causal
+    position never sees what stands behind it. Any mask would cost SDPA its fast kernels.
+    """
+
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        """`model` may be any causal language model built as transformers builds them.
+
+        Raises ValueError when its decoder layers or its head cannot be told by structure.
+        """
+        self.model: Any = model.train(False).requires_grad_(False)
+        self.layer_ids = tuple(layer_ids)
+        text_config = model.config.get_text_config(decoder=True)
+        self.backbone, self.layers = _decoder(model, text_config.num_hidden_layers)
+        self.norm = _final_norm(self.backbone)
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ValueError(f"{type(model).__name__} has no linear head")
+        self.head = head
+        self._soft_cap = float(getattr(text_config, "final_logit_softcapping", None) or 0.0)
+        # Cohere multiplies its logits, Granite divides them
+        self._scale = float(getattr(text_config, "logit_scale", None) or 1.0) / float(
+            getattr(text_config, "logits_scaling", None) or 1.0
+        )
+        self._kept: dict[int, torch.Tensor] | None = None
+        for layer_id in self.layer_ids:
+            self.layers[layer_id].register_forward_hook(self._keeping(layer_id))
+
+    @classmethod
+    def load(
+        cls,
+        files: TargetFiles,
+        layer_ids: Sequence[int],
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> Target:
+        """The target of `files` on `device`; refuses a checkpoint that lacks a weight."""
+        files.weight_paths()
+        # its bar would stand between our own progress lines
+        _logging.disable_progress_bar()
+        try:
+            model, report = _loader.from_pretrained(
+                files.directory,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=files.trust_remote_code,
+                output_loading_info=True,
+            )
+        except (ValueError, KeyError, ImportError) as error:
+            raise UsageError(f"target {files.name} cannot be loaded: {error}") from error
+        if report["missing_keys"]:
+            raise UsageError(
+                f"target {files.name}: the checkpoint lacks {min(report['missing_keys'])} and "
+                f"{len(report['missing_keys']) - 1} more weights of {type(model).__name__}"
+            )
+        return cls(model.to(device), layer_ids)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute type."""
+        return self.head.weight.dtype
+
+    @torch.inference_mode()
+    def forward(self, ids_BT: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """hidden_KBTH (a list over K of [B, T, H]) and the post-norm last_BTH.
+
+        Shorter rows are padded on the right with any id; what comes out there means nothing.
+        """
+        self._kept = {}
+        try:
+            last_BTH = self.backbone(
+                input_ids=ids_BT, attention_mask=None, use_cache=False
+            ).last_hidden_state
+            hidden_KBTH = [self._kept[layer_id] for layer_id in self.layer_ids]
+        finally:
+            self._kept = None
+        return hidden_KBTH, last_BTH
+
+    @torch.inference_mode()
+    def head_logits(self, last: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] in fp32 of post-norm last states [..., H], as the target makes them."""
+        logits: torch.Tensor = self.head(last)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._soft_cap:
+            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
+        return logits.float()
+
+    def _keeping(self, layer_id: int) -> Any:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if self._kept is not None:
+                self._kept[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+
+def _decoder(model: PreTrainedModel, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """The text model and its decoder layers: the one list of `num_layers` beside the embedding."""
+    embedding = model.get_input_embeddings()
+    found = [
+        (module, child)
+        for module in model.modules()
+        if any(child is embedding for child in module.children())
+        for child in module.children()
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__}: expected one list of {num_layers} decoder layers beside its "
+            f"embedding, found {len(found)}; this family is not supported"
+        )
+    return found[0]
+
+
+def _final_norm(backbone: nn.Module) -> nn.Module:
+    for name in NORM_NAMES:
+        norm = getattr(backbone, name, None)
+        if isinstance(norm, nn.Module):
+            return norm
+    raise ValueError(f"{type(backbone).__name__}: no final norm under one of {NORM_NAMES}")

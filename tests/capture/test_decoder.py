@@ -1,0 +1,152 @@
+"""The target behind the draft and verify loop: cut back and read on, it is the capture's target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from dflash_pipeline.capture import decoder
+from dflash_pipeline.capture.decoder import Decoder, open_target
+from dflash_pipeline.capture.target import Target
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import EvalConfig, Run, TargetConfig
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**SMALL))
+    if family == "gemma3":
+        return Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, **SLIDING))
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = GptOssConfig(**SMALL, **SLIDING, num_local_experts=4, rope_parameters=rope)
+    return GptOssForCausalLM(config)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_rejected_tokens_leave_no_trace(family: str) -> None:
+    torch.set_num_threads(1)
+    target_model = model(family)
+    layer_ids = (0, 2)
+    ids_T = torch.randint(1, 256, (30,))
+    # windows of 6 are long past when the cache is cut back
+    read = Decoder(Target(target_model, ()), layer_ids)
+    first_V, features = read.prefill(ids_T[:16])
+    logits = [first_V[None]]
+    parts = [features]
+    wrong_S = torch.cat((ids_T[16:18], torch.tensor([9, 9, 9])))
+    for tokens, num_kept in ((wrong_S, 2), (ids_T[18:30], 12)):
+        logits_SV, feature_SKH = read.verify(tokens)
+        logits.append(logits_SV[:num_kept])
+        parts.append(feature_SKH[:num_kept])
+        read.crop(sum(len(part) for part in parts))
+
+    whole = Target(target_model, layer_ids)
+    hidden_KBTH, last_BTH = whole.forward(ids_T[None])
+    feature_TKH = torch.stack([hidden_BTH[0] for hidden_BTH in hidden_KBTH], dim=1)
+    torch.testing.assert_close(torch.cat(parts), feature_TKH, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.cat(logits), whole.head_logits(last_BTH)[0, 15:], rtol=1e-4, atol=1e-4
+    )
+    assert feature_TKH.shape == (30, 2, 32)
+
+
+def test_a_second_prompt_starts_from_nothing() -> None:
+    read = Decoder(Target(model("qwen3"), ()), (1,))
+    ids_T = torch.arange(5, 15)
+    once_V, _ = read.prefill(ids_T)
+    read.verify(torch.tensor([3, 4]))
+    again_V, _ = read.prefill(ids_T)
+    assert torch.equal(once_V, again_V)
+
+
+def test_a_running_state_is_refused_with_the_way_out() -> None:
+    target = Target(model("qwen3"), ())
+    target.model.config.layer_types = ["linear_attention", "full_attention"] * 2
+    with pytest.raises(UsageError, match=r"linear_attention.*replay"):
+        Decoder(target, (1,))
+
+
+class Tokenizer:
+    """Words are token ids; the template of `prompt_ids` is replaced with it."""
+
+    pad_token_id = 0
+
+
+def test_prompts_are_read_up_to_the_last_user_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"id": "a", "domain": "math", "messages": [_turn("user", "5 6"), _turn("assistant", "7")]},
+        {"id": "b", "domain": "math", "messages": [_turn("user", "8")]},
+        {"id": "c", "domain": "code", "messages": [_turn("user", "9 4")]},
+        {"id": "d", "domain": "code", "messages": [_turn("assistant", "9 4")]},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target_model = model("qwen3")
+    files = SimpleNamespace(
+        name="tiny",
+        num_layers=4,
+        tokenizer=Tokenizer,
+        raw_config={"eos_token_id": 2, "pad_token_id": 0},
+    )
+    monkeypatch.setattr(decoder, "resolve", lambda _config: files)
+    monkeypatch.setattr(
+        decoder.Target, "load", lambda _files, ids, _device, _dtype: Target(target_model, ids)
+    )
+    monkeypatch.setattr(decoder.template, "prompt_ids", _words)
+    monkeypatch.setattr(decoder, "end_ids", lambda _files, _config: frozenset({2, 3, 4}))
+    run = Run(target=TargetConfig(id="tiny"), eval=EvalConfig(prompts=(str(file),), limit=1))
+    place = Place(
+        rank=0, world=1, device="cpu", kind="cpu", log_dir="", stage="", rendezvous="", threads=1
+    )
+    opened = open_target(run, place, (1,))
+    assert [(prompt.key, prompt.domain, prompt.ids) for prompt in opened.prompts] == [
+        ("a", "math", (5, 6)),
+        ("c", "code", (9, 4)),
+    ]
+    assert opened.eos_ids == {2, 3, 4}
+    assert opened.reserved_ids == {0, 2, 3, 4}
+    assert opened.dropped == ("1 x no user turn to answer (prompts.jsonl:4)",)
+    assert (opened.dtype, opened.num_layers) == (torch.float32, 4)
+    with pytest.raises(UsageError, match=r"reads layers \[4\], target tiny has 4"):
+        open_target(run, place, (1, 4))
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _words(_tokenizer: object, messages: list[dict[str, str]], _config: object) -> list[int]:
+    return [int(word) for message in messages for word in message["content"].split()]

@@ -1,0 +1,198 @@
+"""The gate passes a true capture of each family and refuses each fault made on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dflash_pipeline.capture.gate import check
+from dflash_pipeline.capture.target import Target
+from dflash_pipeline.store.rows import encode
+from dflash_pipeline.store.spec import FORMAT, StoreSpec
+from dflash_pipeline.store.table import teacher_positions
+
+LAYER_IDS = (0, 2, 4)
+LENGTHS = (21, 9)
+Stored = dict[int, tuple[np.ndarray, np.ndarray]]
+
+
+def _spec(last_mode: str = "bf16", last_rows: str = "teacher") -> StoreSpec:
+    return StoreSpec(
+        format=FORMAT,
+        target_id="tiny",
+        target_hash="",
+        target_dtype="fp32",
+        quantisation="",
+        layer_ids=LAYER_IDS,
+        num_target_layers=6,
+        hidden_size=32,
+        vocab_size=272,
+        hidden_mode="bf16",
+        last_mode=last_mode,
+        last_rows=last_rows,
+        calibration_hash="",
+        tokenizer_hash="",
+        template_hash="",
+        template_args="{}",
+        max_len=64,
+        overlong="truncate",
+    )
+
+
+def _tokens(sample: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(sample)
+    mask_T = (np.arange(LENGTHS[sample]) > 2).astype(np.uint8)
+    return random.integers(0, 256, LENGTHS[sample]).astype(np.uint32), mask_T
+
+
+def _captured(target: Target, layer_ids: tuple[int, ...] = LAYER_IDS, shift: int = 0) -> Stored:
+    """What a capture would store: `layer_ids` may be wrong ones, rows may be moved by `shift`."""
+    stored = {}
+    capturing = Target(target.model, layer_ids)
+    for sample in range(len(LENGTHS)):
+        ids_T, mask_T = _tokens(sample)
+        hidden_KBTH, last_BTH = capturing.forward(torch.from_numpy(ids_T.astype(np.int64))[None])
+        hidden_TKH = torch.stack(hidden_KBTH)[:, 0].transpose(0, 1).roll(shift, 0)
+        last_MH = last_BTH[0].roll(shift, 0)[teacher_positions(mask_T, "teacher")]
+        stored[sample] = (
+            encode(hidden_TKH.numpy(), "bf16"),
+            encode(last_MH.numpy(), "bf16"),
+        )
+    return stored
+
+
+def _check(target: Target, stored: Stored, spec: StoreSpec | None = None) -> list[str]:
+    return check(target, spec or _spec(), range(len(LENGTHS)), _tokens, stored.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def target(make_model: Callable[..., PreTrainedModel]) -> Target:
+    return Target(make_model("qwen3"), LAYER_IDS)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "gemma3", "gpt_oss", "qwen3_5"])
+def test_a_true_capture_passes_and_every_fault_was_seen_to_fail(
+    family: str, make_model: Callable[..., PreTrainedModel]
+) -> None:
+    target = Target(make_model(family), LAYER_IDS)
+    lines = _check(target, _captured(target))
+    assert [line.split(":")[0] for line in lines] == [
+        "layer 0",
+        "layer 2",
+        "layer 4",
+        "last",
+        "logits",
+    ]
+    text = "\n".join(lines)
+    for fault in ("embedding", "layer 1", "layer 3", "layer 5", "the next token's row"):
+        assert fault in text
+    for fault in ("the norm missing", "the norm done twice"):
+        assert fault in text
+    assert "not applicable" not in text
+
+
+@pytest.mark.parametrize("layer_ids", [(1, 2, 4), (0, 1, 4), (0, 2, 3), (0, 2, 5)])
+def test_a_layer_off_by_one_is_refused_by_name(target: Target, layer_ids: tuple[int, ...]) -> None:
+    (place,) = (k for k in range(3) if layer_ids[k] != LAYER_IDS[k])
+    with pytest.raises(ValueError, match=f"layer {LAYER_IDS[place]} differs from the target's own"):
+        _check(target, _captured(target, layer_ids))
+
+
+def test_layers_in_another_order_are_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match=r"layer 0 differs .*layer 4 differs"):
+        _check(target, _captured(target, (4, 2, 0)))
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_rows_moved_by_one_token_are_refused(target: Target, shift: int) -> None:
+    with pytest.raises(ValueError, match=r"layer 2 differs .*last differs .*logits differs"):
+        _check(target, _captured(target, shift=shift))
+
+
+def test_one_wrong_row_among_all_is_refused(target: Target) -> None:
+    stored = _captured(target)
+    stored[1][0][4, 1] = stored[1][0][5, 1]
+    with pytest.raises(ValueError, match="layer 2 differs"):
+        _check(target, stored)
+
+
+@pytest.mark.parametrize("is_doubled", [False, True])
+def test_a_last_state_without_or_with_two_norms_is_refused(
+    target: Target, is_doubled: bool
+) -> None:
+    stored = _captured(target)
+    for sample in stored:
+        ids_T, mask_T = _tokens(sample)
+        norm = target.norm
+        with torch.no_grad():
+            hidden_states = target.model(
+                torch.from_numpy(ids_T.astype(np.int64))[None], output_hidden_states=True
+            ).hidden_states
+            after_TH = hidden_states[-1][0]
+            wrong_TH = (
+                norm(after_TH)
+                if is_doubled
+                else target.layers[5](
+                    hidden_states[5],
+                    position_embeddings=target.backbone.rotary_emb(
+                        hidden_states[5], torch.arange(len(ids_T))[None]
+                    ),
+                )[0]
+            )
+        rows = wrong_TH[teacher_positions(mask_T, "teacher")].numpy()
+        stored[sample] = (stored[sample][0], encode(rows, "bf16"))
+    with pytest.raises(ValueError, match=r"last differs .*logits differs"):
+        _check(target, stored)
+
+
+def test_nan_rows_are_refused(target: Target) -> None:
+    stored = _captured(target)
+    stored[0][0][2, 0] = 0xFF
+    with pytest.raises(ValueError, match="layer 0 differs"):
+        _check(target, stored)
+
+
+def test_a_second_norm_of_ones_is_reported_as_no_fault(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = make_model("qwen3")
+    nn.init.ones_(model.model.norm.weight)
+    target = Target(model, LAYER_IDS)
+    lines = _check(target, _captured(target))
+    assert "the norm done twice: not applicable" in lines[-1]
+    assert "the norm missing: not applicable" not in lines[-1]
+
+
+def test_a_layer_that_does_nothing_cannot_be_told_from_its_neighbour_and_need_not(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = make_model("qwen3")
+    nn.init.zeros_(model.model.layers[3].self_attn.o_proj.weight)
+    nn.init.zeros_(model.model.layers[3].mlp.down_proj.weight)
+    target = Target(model, LAYER_IDS)
+    assert "layer 3: not applicable" in _check(target, _captured(target))[1]
+
+
+def test_without_last_the_layers_alone_are_judged(target: Target) -> None:
+    lines = _check(target, _captured(target), _spec(last_mode="none"))
+    assert [line.split(":")[0] for line in lines] == ["layer 0", "layer 2", "layer 4"]
+
+
+def test_bf16_noise_passes_and_its_faults_do_not(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = make_model("qwen3", initializer_range=0.15).bfloat16()
+    target = Target(model, LAYER_IDS)
+    # what a batch of another shape does in bf16: the same sums in another order
+    stored = _captured(Target(make_model("qwen3", initializer_range=0.15), LAYER_IDS))
+    model.load_state_dict(make_model("qwen3", initializer_range=0.15).bfloat16().state_dict())
+    lines = _check(target, stored)
+    assert len(lines) == 5
+    wrong = _captured(Target(make_model("qwen3", initializer_range=0.15), (0, 2, 3)), (0, 2, 3))
+    with pytest.raises(ValueError, match="layer 4 differs"):
+        _check(target, wrong)

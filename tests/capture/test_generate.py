@@ -1,0 +1,275 @@
+"""Answers are the target's own, each once, whatever stops a run in between."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_pipeline.capture import generate
+from dflash_pipeline.capture.answer_file import AnswerFile
+from dflash_pipeline.capture.answerer import Answerer, end_ids, gumbel
+from dflash_pipeline.capture.answers import Dialogue
+from dflash_pipeline.capture.model import resolve
+from dflash_pipeline.capture.samples import Dropped, read
+from dflash_pipeline.capture.template import prompt_ids
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import DataConfig, GenerateConfig, Run, TargetConfig
+
+NUM_PROMPTS = 7
+
+
+@pytest.fixture(scope="module")
+def target(make_target_dir: Callable[..., Path]) -> str:
+    # two layers decode faster; the range makes them say more than one token
+    return str(make_target_dir("qwen3", num_hidden_layers=2))
+
+
+def run_of(tmp_path: Path, target: str, **changes: Any) -> Run:
+    rows = [
+        {
+            "id": f"p{i}",
+            "domain": "math",
+            "messages": [
+                {"role": "user", "content": "What is " + "so " * i + "big?"},
+                {"role": "assistant", "content": "Not the target's answer."},
+            ],
+        }
+        for i in range(NUM_PROMPTS - 1)
+    ]
+    turns = [{"role": "user", "content": text} for text in ("One?", "Two?")]
+    rows.append({"id": "two", "domain": "chat", "messages": turns})
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"out": str(tmp_path / "answers.jsonl"), "max_new_tokens": 12, "batch_size": 3}
+    return Run(
+        target=TargetConfig(id=target),
+        data=DataConfig(files=(str(data),)),
+        generate=GenerateConfig(**(settings | changes)),
+    )
+
+
+def place_of(tmp_path: Path, rank: int = 0, world: int = 1) -> Place:
+    return Place(
+        rank=rank,
+        world=world,
+        device="cpu",
+        kind="cpu",
+        log_dir=str(tmp_path / "answers.jsonl.logs"),
+        stage="generate",
+        rendezvous="",
+        threads=1,
+    )
+
+
+def answers(run: Run) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in Path(run.generate.out).read_text().splitlines()]
+    assert len({line["id"] for line in lines}) == len(lines)
+    return {line["id"]: line for line in lines}
+
+
+def test_answers_equal_greedy_decoding_one_by_one(tmp_path: Path, target: str) -> None:
+    run = run_of(tmp_path, target)
+    generate.main(run, place_of(tmp_path), {})
+    files = resolve(run.target)
+    model = Answerer(files, run.target, run.generate, 512, place_of(tmp_path))._model
+    found = answers(run)
+    assert len(found) == NUM_PROMPTS
+    for line in found.values():
+        for begin, end in line["loss_spans"]:
+            ids = torch.tensor([line["token_ids"][:end]])
+            with torch.inference_mode():
+                predicted = model(ids).logits[0].argmax(-1)
+            assert predicted[begin - 1 : end - 1].tolist() == line["token_ids"][begin:end]
+    assert len({tuple(line["token_ids"][-6:]) for line in found.values()}) > 1
+
+
+def test_the_line_reads_back_as_a_conversation(tmp_path: Path, target: str) -> None:
+    run = run_of(tmp_path, target)
+    generate.main(run, place_of(tmp_path), {})
+    dropped = Dropped()
+    conversations = list(read((run.generate.out,), 0, dropped))
+    assert (len(conversations), dropped.counts) == (NUM_PROMPTS, {})
+    first = next(one for one in conversations if one.key == "p0")
+    assert first.domain == "math"
+    assert [turn["role"] for turn in first.messages] == ["user", "assistant"]
+    assert first.messages[1]["content"] != "Not the target's answer."
+    tokenizer = resolve(run.target).tokenizer()
+    (begin, end) = first.loss_spans[-1]
+    assert tokenizer.decode(first.token_ids[:begin]).endswith("<|im_start|>assistant\n")
+    assert end == len(first.token_ids)
+    assert answers(run)["p0"]["sampling"]["temperature"] == 0
+
+
+def test_every_user_turn_is_answered_in_order(tmp_path: Path, target: str) -> None:
+    # any byte ends an answer, so none is cut by the limit
+    run = run_of(tmp_path, target)
+    files = resolve(run.target)
+    answerer = Answerer(files, run.target, run.generate, 512, place_of(tmp_path))
+    answerer._ends = frozenset(range(272))
+    dialogue = Dialogue("two", "chat", [], ["One?", "Two?"])
+    assert answerer.answer([dialogue]) == 2
+    assert [turn["role"] for turn in dialogue.messages] == ["user", "assistant"] * 2
+    assert dialogue.messages[2]["content"] == "Two?"
+    assert dialogue.finishes == ["stop", "stop"]
+    answerer._ends = frozenset()
+    cut = Dialogue("two", "chat", [], ["One?", "Two?"])
+    answerer.answer([cut])
+    assert (cut.finishes, len(cut.messages)) == (["length"], 2)
+
+
+def test_earlier_answers_stay_supervised_only_where_their_tokens_are(
+    target: str,
+) -> None:
+    config = TargetConfig(id=target)
+    tokenizer = resolve(config).tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    dialogue = Dialogue("k", "d", [], ["a", "b"])
+    for text in ("A", "B"):
+        prompt = prompt_ids(tokenizer, dialogue.ask(), config)
+        dialogue.answer({"role": "assistant", "content": text}, "stop")
+        dialogue.answer_tokens(prompt, [*tokenizer.encode(text), end], tokenizer, config)
+    spans = [tokenizer.decode(dialogue.token_ids[a:b]) for a, b in dialogue.loss_spans]
+    assert spans == ["A<|im_end|>", "B<|im_end|>"]
+    other = Dialogue("k", "d", [], [], [1, 2, 3], [(1, 3)])
+    other.answer_tokens([1, 9, 9], [4], None, config)
+    assert other.loss_spans == [(3, 4)]
+
+
+def test_a_second_run_adds_what_a_killed_one_left_out(tmp_path: Path, target: str) -> None:
+    whole = run_of(tmp_path, target)
+    generate.main(whole, place_of(tmp_path), {})
+    lines = Path(whole.generate.out).read_text().splitlines(keepends=True)
+    wanted = answers(whole)
+    # killed in the middle of a line
+    Path(whole.generate.out).write_text("".join(lines[:3]) + lines[3][:20])
+    generate.main(whole, place_of(tmp_path), {})
+    assert answers(whole) == wanted
+
+
+def test_two_ranks_share_the_prompts_and_the_file(tmp_path: Path, target: str) -> None:
+    alone = run_of(tmp_path, target)
+    generate.main(alone, place_of(tmp_path), {})
+    wanted = answers(alone)
+    Path(alone.generate.out).unlink()
+    sizes = []
+    for rank in range(2):
+        generate.main(alone, place_of(tmp_path, rank, 2), {})
+        sizes.append(len(answers(alone)))
+    assert 0 < sizes[0] < sizes[1] == NUM_PROMPTS
+    assert answers(alone).keys() == wanted.keys()
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path, target: str) -> None:
+    generate.main(run_of(tmp_path, target), place_of(tmp_path), {})
+    with pytest.raises(UsageError, match="max_new_tokens: 12, now 13"):
+        generate.main(run_of(tmp_path, target, max_new_tokens=13), place_of(tmp_path), {})
+    (tmp_path / "answers.jsonl.logs" / "settings.json").unlink()
+    with pytest.raises(UsageError, match="exists, but not what it was generated with"):
+        generate.main(run_of(tmp_path, target), place_of(tmp_path), {})
+
+
+def test_samples_are_numbered_and_differ_and_do_not_depend_on_the_batch(
+    tmp_path: Path, target: str
+) -> None:
+    sampled = {"samples": 2, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
+    run = run_of(tmp_path, target, batch_size=5, **sampled)
+    generate.main(run, place_of(tmp_path), {})
+    found = answers(run)
+    assert {f"p{i}#{k}" for i in range(NUM_PROMPTS - 1) for k in range(2)} < found.keys()
+    assert found["p0#0"]["token_ids"] != found["p0#1"]["token_ids"]
+    other = tmp_path / "other"
+    other.mkdir()
+    run = run_of(other, target, batch_size=1, **sampled)
+    generate.main(run, place_of(other), {})
+    assert {key: line["token_ids"] for key, line in answers(run).items()} == {
+        key: line["token_ids"] for key, line in found.items()
+    }
+
+
+def test_the_noise_draws_from_the_softmax() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    seeds = list(range(20_000))
+    drawn = (logits + gumbel(seeds, 3, 4, torch.device("cpu"))).argmax(-1)
+    share = np.bincount(drawn.numpy(), minlength=4) / len(seeds)
+    assert np.abs(share - torch.softmax(logits, 0).numpy()).max() < 0.01
+    again = gumbel([7], 3, 4, torch.device("cpu"))
+    assert torch.equal(again[0], gumbel(seeds, 3, 4, torch.device("cpu"))[7])
+
+
+def test_a_batch_that_does_not_fit_is_halved(
+    tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, target, batch_size=4)
+    generate.main(run, place_of(tmp_path), {})
+    wanted = answers(run)
+    Path(run.generate.out).unlink()
+    sizes = []
+    original = Answerer._generate_part
+
+    def small_only(self: Answerer, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        sizes.append(len(prompts))
+        if len(prompts) > 2:
+            raise torch.OutOfMemoryError("no memory")
+        return original(self, prompts, seeds)
+
+    monkeypatch.setattr(Answerer, "_generate_part", small_only)
+    generate.main(run, place_of(tmp_path), {})
+    assert (sizes[0], max(sizes[1:])) == (4, 2)
+    assert answers(run) == wanted
+
+
+def test_prompts_that_are_too_long_or_have_no_question_are_left_out(
+    tmp_path: Path, target: str
+) -> None:
+    run = run_of(tmp_path, target)
+    data = Path(run.data.files[0])
+    data.write_text(json.dumps({"id": "long", "prompt": "x" * 600}) + "\n" + data.read_text())
+    generate.main(run, place_of(tmp_path), {})
+    assert "long" not in answers(run)
+    data.write_text('{"text": "no question"}\n')
+    with pytest.raises(ValueError, match=r"1 of 1 rows are unusable.*no user turn"):
+        generate.main(run, place_of(tmp_path), {})
+
+
+def test_every_end_token_of_the_target_stops_an_answer(
+    make_target_dir: Callable[..., Path],
+) -> None:
+    directory = make_target_dir("qwen3", eos_token_id=[5, 6])
+    config = TargetConfig(id=str(directory))
+    assert end_ids(resolve(config), config) >= {5, 6, 258}
+
+
+def test_no_answer_is_lost_or_doubled_when_writers_are_killed(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    script = textwrap.dedent(
+        """
+        import os, sys
+        from dflash_pipeline.capture.answer_file import AnswerFile
+        out = AnswerFile(sys.argv[1])
+        while True:
+            for i in range(40):
+                out.append([{"id": f"{os.getpid()}-{i}-{j}", "text": "x" * 3000} for j in range(9)])
+            # dies in the middle of a line
+            os.write(out._descriptor, b'{"id": "torn')
+            os.kill(os.getpid(), 9)
+        """
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", script, str(out)]) for _ in range(2)]
+    assert [writer.wait() for writer in writers] == [-9, -9]
+    file = AnswerFile(str(out))
+    found = file.ids()
+    file.append([{"id": "last"}])
+    file.close()
+    lines = [json.loads(line)["id"] for line in out.read_text().splitlines()]
+    assert sorted(lines) == sorted({*found, "last"})
+    assert len(lines) == 2 * 40 * 9 + 1

@@ -1,0 +1,292 @@
+"""The plan is made once, from all the data, and guards the store against another run."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import SpawnContext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_pipeline.capture import planning, spool
+from dflash_pipeline.capture.model import embedding_and_head, resolve
+from dflash_pipeline.capture.samples import Conversation, Dropped, read
+from dflash_pipeline.capture.spool import Spool, fill, is_held_out
+from dflash_pipeline.capture.template import render
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import (
+    CaptureConfig,
+    DataConfig,
+    Run,
+    StoreConfig,
+    TargetConfig,
+)
+from dflash_pipeline.store.reader import open_store
+from dflash_pipeline.store.table import HELD_OUT
+
+NUM_ROWS = 40
+
+
+@pytest.fixture(autouse=True)
+def preflights(monkeypatch: pytest.MonkeyPatch) -> list[list[Conversation]]:
+    """The preflight has tests of its own; here it only records what it was given."""
+    seen: list[list[Conversation]] = []
+    monkeypatch.setattr(planning.preflight, "check", lambda run, files, first: seen.append(first))
+    return seen
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"row-{i}",
+            "domain": ("math", "code")[i % 2],
+            "messages": [
+                {"role": "user", "content": f"Question {i // 2}"},
+                {"role": "assistant", "content": "word " * (1 + 3 * (i % 13))},
+            ],
+        }
+        for i in range(NUM_ROWS)
+    ]
+
+
+def run_in(folder: Path, target_dir: Path) -> Run:
+    data = folder / "talk.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    return Run(
+        target=TargetConfig(id=str(target_dir), num_capture_layers=2),
+        data=DataConfig(files=(str(data),), max_len=200, heldout=0.2),
+        store=StoreConfig(path=str(folder / "hs"), shard_bytes=80_000),
+        capture=CaptureConfig(token_budget=512, num_buckets=2, pad_multiple=16),
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path, target_dir: Path) -> Run:
+    return run_in(tmp_path, target_dir)
+
+
+@pytest.fixture(scope="module")
+def planned_run(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Run:
+    """A run whose store has been planned; tests only look at it."""
+    folder = tmp_path_factory.mktemp("planned")
+    made = run_in(folder, target_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning.preflight, "check", lambda *arguments: None)
+        planned(made, folder)
+    return made
+
+
+def planned(run: Run, tmp_path: Path, *, only_count: bool = False) -> str:
+    place = Place(
+        rank=0,
+        world=1,
+        device="cpu",
+        kind="cpu",
+        log_dir=str(tmp_path / "logs"),
+        stage="plan",
+        rendezvous="",
+        threads=1,
+    )
+    planning.main(run, place, {"kind": "cpu", "only_count": only_count})
+    return (tmp_path / "logs" / "plan-0.log").read_text()
+
+
+def with_data(run: Run, **changes: Any) -> Run:
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, **changes))
+
+
+def test_the_store_holds_every_sample_as_the_template_renders_it(
+    run: Run, tmp_path: Path, preflights: list[list[Conversation]]
+) -> None:
+    planned(run, tmp_path)
+    store = open_store(run.store.path)
+    tokenizer = resolve(run.target).tokenizer()
+    assert len(store.table) == NUM_ROWS
+    for number, row in enumerate(rows(), 1):
+        i = store.table.find(row["id"])
+        ids_T, mask_T = render(tokenizer, row["messages"], run.target)
+        found_ids, found_mask = store.tokens(i)
+        assert found_ids.tolist() == ids_T[:200].tolist()
+        assert found_mask.tolist() == mask_T[:200].tolist()
+        assert store.table.source_row[i] == number
+        assert store.table.domains[store.table.domain[i]] == row["domain"]
+    assert not any(store.is_committed(shard_id) for shard_id in store.layout.shard_ids())
+    assert [one.key for one in preflights[0]] == [f"row-{i}" for i in range(8)]
+
+
+def test_the_store_carries_the_target_it_is_of(planned_run: Run) -> None:
+    store, files = open_store(planned_run.store.path), resolve(planned_run.target)
+    embed_VH, head_VH = embedding_and_head(files)
+    assert np.array_equal(store.embed(), embed_VH)
+    assert np.array_equal(store.head(), head_VH)
+    assert store.files() == files.files_for_store()
+    assert (store.spec.target_dtype, store.spec.layer_ids) == ("fp32", (1, 3))
+    assert store.attributes.mask_token_id == 259
+
+
+def test_samples_of_one_prompt_are_on_one_side_of_the_split(planned_run: Run) -> None:
+    table = open_store(planned_run.store.path).table
+    side = {table.key(i): int(table.split[i]) for i in range(len(table))}
+    for i in range(0, NUM_ROWS, 2):
+        assert side[f"row-{i}"] == side[f"row-{i + 1}"]
+        assert (side[f"row-{i}"] == HELD_OUT) == is_held_out(f"Question {i // 2}", 0.2)
+    assert 0 < sum(side.values()) < NUM_ROWS
+    share = np.mean([is_held_out(f"prompt {i}", 0.2) for i in range(5000)])
+    assert abs(share - 0.2) < 0.02
+
+
+def test_the_plan_does_not_depend_on_when_or_where_it_is_made(run: Run, tmp_path: Path) -> None:
+    planned(run, tmp_path)
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    moved = Path(run.data.files[0]).rename(other / "talk.jsonl")
+    again = dataclasses.replace(
+        with_data(run, files=(str(moved),)),
+        store=dataclasses.replace(run.store, path=str(other / "hs")),
+    )
+    planned(again, other)
+    first, second = open_store(run.store.path), open_store(again.store.path)
+    assert first.plan_hash == second.plan_hash
+    assert first.attributes.data_hash == second.attributes.data_hash
+    # and the first store goes on with its data moved
+    assert "resuming: 0 of" in planned(with_data(run, files=(str(moved),)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("data", {"max_len": 150}, "max_len: 200 and 150"),
+        ("data", {"heldout": 0.1}, r"data.heldout: 0.2 and 0.1"),
+        ("target", {"layer_ids": (0, 2)}, r"layer_ids: \(1, 3\) and \(0, 2\)"),
+        ("target", {"system_prompt": "Be brief."}, "template_args: "),
+        ("target", {"mask_token_id": 260}, "mask_token_id: 259 and 260"),
+        ("store", {"last_mode": "none"}, "last_mode: 'bf16' and 'none'"),
+        ("store", {"shard_bytes": 50_000}, "store.shard_bytes: 80000 and 50000"),
+        ("capture", {"seed": 1}, "capture.seed: 0 and 1"),
+    ],
+)
+def test_a_store_of_another_run_is_refused_with_each_difference(
+    planned_run: Run, tmp_path: Path, section: str, change: dict[str, Any], message: str
+) -> None:
+    part = dataclasses.replace(getattr(planned_run, section), **change)
+    with pytest.raises(UsageError, match=message):
+        planned(dataclasses.replace(planned_run, **{section: part}), tmp_path)
+
+
+def test_other_content_in_the_same_file_is_refused(run: Run, tmp_path: Path) -> None:
+    planned(run, tmp_path)
+    data = Path(run.data.files[0])
+    data.write_text(data.read_text().replace("Question 3", "Question X"))
+    with pytest.raises(UsageError, match="the files hold something else"):
+        planned(run, tmp_path)
+
+
+def test_counting_writes_nothing(run: Run, tmp_path: Path) -> None:
+    said = planned(run, tmp_path, only_count=True)
+    assert f"{NUM_ROWS} samples" in said
+    assert "128 bytes a token and 64 a row of last" in said
+    assert "% padding" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"talk.jsonl", "logs"}
+
+
+def test_rows_without_a_sample_are_counted_by_reason(run: Run, tmp_path: Path) -> None:
+    data = Path(run.data.files[0])
+    bad = [
+        {"messages": [{"role": "user", "content": "unanswered"}]},
+        {"messages": rows()[0]["messages"], "token_ids": [1, 9999], "loss_spans": [[0, 2]]},
+        {"messages": rows()[0]["messages"], "token_ids": [1, 2], "loss_spans": [[0, 1]]},
+        {"prompt": "x" * 300, "response": "too late"},
+    ]
+    data.write_text(data.read_text() + "".join(json.dumps(row) + "\n" for row in bad))
+    with pytest.raises(ValueError, match="3 of 44 rows are unusable"):
+        planned(run, tmp_path)
+    assert not Path(run.store.path).exists()
+    planned(with_data(run, max_bad_share=0.1), tmp_path)
+    assert open_store(run.store.path).attributes.dropped == {
+        "a token id outside the target's vocabulary": 1,
+        "no answer within data.max_len": 1,
+        "no assistant turn: let generate answer it": 1,
+        "no supervised pair": 1,
+    }
+
+
+def test_long_samples_are_cut_or_left_out_as_asked(run: Run, tmp_path: Path) -> None:
+    cut = with_data(run, max_len=100)
+    planned(cut, tmp_path)
+    assert open_store(run.store.path).table.num_tokens.max() == 100
+    left_out = dataclasses.replace(
+        with_data(run, max_len=100, overlong="drop"),
+        store=dataclasses.replace(run.store, path=str(tmp_path / "other")),
+    )
+    planned(left_out, tmp_path)
+    store = open_store(left_out.store.path)
+    assert store.table.num_tokens.max() < 100
+    assert len(store.table) + store.attributes.dropped["longer than data.max_len"] == NUM_ROWS
+
+
+def test_tokens_of_generate_are_stored_as_they_are(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "answers.jsonl.gz"
+    row = {**rows()[0], "token_ids": [5, 6, 7, 8, 9], "loss_spans": [[1, 2], [3, 5]]}
+    data.write_bytes(gzip.compress(json.dumps(row).encode()))
+    planned(with_data(run, files=(str(data),), heldout=0.0), tmp_path)
+    ids_T, mask_T = open_store(run.store.path).tokens(0)
+    assert (ids_T.tolist(), mask_T.tolist()) == ([5, 6, 7, 8, 9], [0, 1, 0, 1, 1])
+
+
+def test_answers_of_another_template_are_refused(run: Run, tmp_path: Path) -> None:
+    beside = Path(f"{run.data.files[0]}.logs")
+    beside.mkdir()
+    (beside / "settings.json").write_text(json.dumps({"template_args": "other"}))
+    with pytest.raises(UsageError, match="was generated with template_args 'other'"):
+        planned(run, tmp_path)
+
+
+def test_wrong_layers_and_mask_tokens_end_before_the_data_is_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "read", None)
+    for change in ({"layer_ids": (5,)}, {"mask_token_id": 258}):
+        target = dataclasses.replace(run.target, **change)
+        with pytest.raises(ValueError, match=r"layer|mask token"):
+            planned(dataclasses.replace(run, target=target), tmp_path)
+
+
+def test_several_processes_render_the_same_in_the_same_order(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # threads stand in for processes, which take seconds to load; what they are sent is pickled
+    def pool(size: int, context: object, load: Any, arguments: tuple[Any, ...]) -> Any:
+        assert isinstance(context, SpawnContext)
+        assert pickle.loads(pickle.dumps(arguments)) == arguments
+        return ThreadPoolExecutor(size, "render", load, arguments)
+
+    monkeypatch.setattr(spool, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(spool, "_CHUNK", 7)
+    spools = []
+    for num_alone, num_processes in ((100, 1), (5, 2)):
+        monkeypatch.setattr(spool, "_NUM_ALONE", num_alone)
+        dropped = Dropped()
+        with Spool(None, "teacher") as found:
+            tokenizer = resolve(run.target).tokenizer()
+            conversations = list(read(run.data.files, 0, dropped))
+            assert pickle.loads(pickle.dumps(conversations)) == conversations
+            fill(found, conversations, tokenizer, run.target, 272, run.data, num_processes, dropped)
+        spools.append(found)
+    first, second = spools
+    assert first.keys == second.keys == [f"row-{i}" for i in range(NUM_ROWS)]
+    assert {name: list(values) for name, values in first.columns.items()} == {
+        name: list(values) for name, values in second.columns.items()
+    }
+
+
+def test_a_resumed_capture_says_how_far_it_is(planned_run: Run, tmp_path: Path) -> None:
+    num_shards = len(open_store(planned_run.store.path).layout.shard_ids())
+    assert num_shards > 3
+    assert f"resuming: 0 of {num_shards} shards committed" in planned(planned_run, tmp_path)

@@ -1,0 +1,126 @@
+"""A tiny twin of each family goes through the whole capture, and what would break breaks there."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_pipeline.capture import preflight
+from dflash_pipeline.capture.model import resolve
+from dflash_pipeline.capture.samples import Conversation
+from dflash_pipeline.capture.target import Target
+from dflash_pipeline.configs.schema import DataConfig, Run, StoreConfig, TargetConfig
+
+
+@pytest.fixture(autouse=True)
+def _in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The trial store is many small synced files: a disk would take most of the time."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=parent) as directory:
+        monkeypatch.setattr("tempfile.tempdir", directory)
+        yield
+
+
+def _run(directory: Path, **store: str) -> Run:
+    return Run(
+        target=TargetConfig(id=str(directory), layer_ids=(1, 3)),
+        data=DataConfig(files=("data.jsonl",)),
+        store=StoreConfig(path="unused", **store),  # type: ignore[arg-type]
+    )
+
+
+def _conversations() -> list[Conversation]:
+    return [
+        Conversation(
+            key=str(row),
+            source=0,
+            row=row,
+            domain="chat",
+            messages=(
+                {"role": "user", "content": "What comes after " + "one " * row},
+                {"role": "assistant", "content": "Two " * (3 * row + 1)},
+            ),
+            text="",
+            token_ids=(),
+            loss_spans=(),
+        )
+        for row in range(5)
+    ]
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3_moe", "gemma3", "gpt_oss", "qwen3_5"],
+)
+def test_each_family_has_a_twin_that_passes(
+    family: str, make_target_dir: Callable[..., Path]
+) -> None:
+    run = _run(make_target_dir(family))
+    preflight.check(run, resolve(run.target), _conversations())
+
+
+def test_a_twin_is_small_and_has_each_kind_of_layer(
+    make_target_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = make_target_dir(
+        "qwen3_5", hidden_size=64, intermediate_size=256, num_attention_heads=8, head_dim=16
+    )
+    num_layers = preflight.write_twin(resolve(TargetConfig(id=str(directory))), tmp_path)
+    target = Target.load(resolve(TargetConfig(id=str(tmp_path))), (0,), "cpu", torch.float32)
+    config = target.model.config
+    assert num_layers == 2
+    assert config.layer_types == ["linear_attention", "full_attention"]
+    assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (32, 2, 16)
+    assert config.vocab_size == 272
+
+
+def test_a_capture_without_last_passes(target_dir: Path) -> None:
+    run = _run(target_dir, last_mode="none")
+    preflight.check(run, resolve(run.target), _conversations())
+
+
+def test_rows_that_cannot_be_used_do_not_stop_it(target_dir: Path) -> None:
+    broken = [replace(item, messages=()) for item in _conversations()]
+    run = _run(target_dir)
+    preflight.check(run, resolve(run.target), broken)
+
+
+def test_a_template_that_fails_stops_it(
+    make_target_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = make_target_dir("qwen3")
+    copy = tmp_path / "target"
+    copy.mkdir()
+    for file in directory.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    run = _run(copy)
+    with pytest.raises(ValueError, match="no such role"):
+        preflight.check(run, resolve(run.target), _conversations())
+
+
+def test_a_family_without_a_twin_is_refused_by_name(target_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((target_dir / "tokenizer.json").read_bytes())
+    config = json.loads((target_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "nonesuch"}))
+    with pytest.raises(ValueError, match=r"no small twin of model type 'qwen3' .*nonesuch"):
+        preflight.write_twin(resolve(TargetConfig(id=str(tmp_path))), tmp_path / "twin")
+
+
+def test_nothing_is_left_behind_and_the_random_state_is_untouched(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    run = _run(target_dir)
+    preflight.check(run, resolve(run.target), _conversations())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(tmp_path.iterdir()) == []

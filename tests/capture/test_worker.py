@@ -1,0 +1,410 @@
+"""A capture gives each sample its own states whatever happens to its workers on the way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from dflash_pipeline.capture import forward, worker
+from dflash_pipeline.capture.construction import build_store
+from dflash_pipeline.capture.model import resolve
+from dflash_pipeline.capture.pack import BatchIndex
+from dflash_pipeline.capture.samples import Conversation, Dropped
+from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.warmup import largest_batch, planned_shapes
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import (
+    CaptureConfig,
+    DataConfig,
+    Run,
+    StoreConfig,
+    TargetConfig,
+)
+from dflash_pipeline.store.check import verify
+from dflash_pipeline.store.reader import open_store
+from dflash_pipeline.store.spec import ShardId
+
+LAYER_IDS = (0, 2, 4)
+NUM_SAMPLES = 40
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """In memory where that is possible: a store is many small synced files."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=parent) as directory:
+        yield Path(directory)
+
+
+def _conversation(row: int, answer: str) -> Conversation:
+    return Conversation(
+        key=f"sample-{row}",
+        source=0,
+        row=row,
+        domain="chat",
+        messages=(
+            {"role": "user", "content": f"Say {row}"},
+            {"role": "assistant", "content": answer},
+        ),
+        text="",
+        token_ids=(),
+        loss_spans=(),
+    )
+
+
+def _run(target_dir: Path, path: Path, **store: Any) -> Run:
+    return Run(
+        target=TargetConfig(id=str(target_dir), layer_ids=LAYER_IDS),
+        data=DataConfig(files=("data.jsonl",), max_len=96),
+        store=StoreConfig(path=str(path), **{"shard_bytes": 40_000, **store}),
+        capture=CaptureConfig(token_budget=192, pad_multiple=16, num_buckets=3),
+    )
+
+
+def _plan(run: Run, kind: str = "cpu") -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, NUM_SAMPLES)
+    conversations = [
+        _conversation(row, "abcdefghij"[row % 10] * int(length))
+        for row, length in enumerate(lengths)
+    ]
+    # the one answer with a z: tests make that token's embedding not a number
+    conversations[7] = _conversation(7, "xyz")
+    files = resolve(run.target)
+    build_store(run, files, kind, conversations, Dropped(num_rows=40), "", 1, lambda _text: None)
+
+
+@pytest.fixture(scope="module")
+def planned(folder: Path, make_target_dir: Callable[..., Path]) -> Path:
+    """A store that is planned and not captured."""
+    _plan(_run(make_target_dir("qwen3"), folder / "planned"))
+    return folder / "planned"
+
+
+@pytest.fixture
+def run(
+    planned: Path, folder: Path, target_dir: Path, request: pytest.FixtureRequest
+) -> Iterator[Run]:
+    """A run over a fresh copy of the planned store."""
+    path = folder / request.node.name
+    shutil.copytree(planned, path, symlinks=True)
+    yield _run(target_dir, path)
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def whole(planned: Path, folder: Path, target_dir: Path) -> dict[str, bytes]:
+    """Every file of a store captured without incident."""
+    path = folder / "whole"
+    shutil.copytree(planned, path, symlinks=True)
+    worker.main(_run(target_dir, path), _place(path), {})
+    return _files(path)
+
+
+def _place(path: Path, rank: int = 0, world: int = 1) -> Place:
+    return Place(
+        rank=rank,
+        world=world,
+        device="cpu",
+        kind="cpu",
+        log_dir=f"{path}.logs",
+        stage="capture",
+        rendezvous="",
+        threads=1,
+    )
+
+
+def _capture(run: Run) -> None:
+    worker.main(run, _place(Path(run.store.path)), {})
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    found = sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): file.read_bytes() for file in found}
+
+
+def _differing(path: Path, whole: dict[str, bytes]) -> list[str]:
+    found = _files(path)
+    return sorted(
+        name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name)
+    )
+
+
+def test_each_sample_holds_the_targets_own_states(
+    run: Run, make_model: Callable[..., PreTrainedModel]
+) -> None:
+    _capture(run)
+    store = open_store(run.store.path)
+    model = make_model("qwen3")
+    assert store.is_sealed
+    assert store.readable_N.all()
+    assert verify(store.path, deep=True).problems == []
+    assert sum(store.layout.num_shards) > 5
+    for number in range(0, NUM_SAMPLES, 3):
+        sample = store.sample(number)
+        ids_1T = torch.from_numpy(sample.ids_T.astype(np.int64))[None]
+        with torch.no_grad():
+            states = model(ids_1T, output_hidden_states=True).hidden_states
+        for place, layer_id in enumerate(LAYER_IDS):
+            np.testing.assert_allclose(
+                sample.hidden_TKH[:, place], states[layer_id + 1][0], rtol=5e-3, atol=1e-3
+            )
+        assert sample.last_MH is not None
+        teacher = np.flatnonzero(sample.mask_T[1:])
+        np.testing.assert_allclose(sample.last_MH, states[-1][0][teacher], rtol=5e-3, atol=1e-3)
+    commit = store.commit_of(ShardId(0, 0))
+    assert commit is not None
+    rows = [store.sample(i) for i in range(*store.table.of_shard(ShardId(0, 0)).indices(99))]
+    largest = np.stack([np.abs(sample.hidden_TKH).max(axis=(0, 2)) for sample in rows]).max(0)
+    np.testing.assert_array_equal(commit.amax[:3], largest)
+
+
+def test_a_second_run_of_a_complete_store_loads_no_target(
+    run: Run, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _capture(run)
+    monkeypatch.setattr(worker, "load_target", None)
+    _capture(run)
+    assert _differing(Path(run.store.path), whole) == []
+
+
+def test_poisoned_buffers_change_nothing(
+    run: Run, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_POISON", "1")
+    _capture(run)
+    assert _differing(Path(run.store.path), whole) == []
+
+
+def test_a_store_without_last_is_captured(folder: Path, target_dir: Path) -> None:
+    run = _run(target_dir, folder / "no-last", last_mode="none")
+    _plan(run)
+    _capture(run)
+    assert verify(run.store.path, deep=True).problems == []
+    assert open_store(run.store.path).sample(3).last_MH is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_5"])
+def test_a_capture_on_a_gpu_passes_gate_and_verify(
+    family: str,
+    folder: Path,
+    make_target_dir: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DFLASH_POISON", "1")
+    run = _run(make_target_dir(family, initializer_range=0.1), folder / f"cuda-{family}")
+    _plan(run, "cuda")
+    place = replace(_place(Path(run.store.path)), device="cuda:0", kind="cuda")
+    worker.main(run, place, {})
+    assert verify(run.store.path, deep=True).problems == []
+    assert open_store(run.store.path).readable_N.all()
+
+
+def _break_token(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    load = worker.load_target
+
+    def broken(run: Run, place: Place, store: Any) -> Target:
+        target = load(run, place, store)
+        token_id = resolve(run.target).tokenizer().convert_tokens_to_ids("z")
+        target.backbone.embed_tokens.weight.data[token_id] = value
+        return target
+
+    monkeypatch.setattr(worker, "load_target", broken)
+
+
+def test_a_sample_with_a_row_that_is_no_number_is_marked_and_the_rest_is_kept(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _break_token(monkeypatch, torch.nan)
+    _capture(replace(run, capture=replace(run.capture, max_bad_share=0.03)))
+    store = open_store(run.store.path)
+    bad = store.table.find("sample-7")
+    assert np.flatnonzero(~store.readable_N).tolist() == [bad]
+    assert store.num_rows(bad) == 0
+    assert verify(store.path, deep=True).problems == []
+    assert "bad sample sample-7" in capsys.readouterr().out
+
+
+def test_too_many_bad_samples_fail_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _break_token(monkeypatch, torch.inf)
+    with pytest.raises(ValueError, match=r"1 of 40 samples .*sample-7; more than .*max_bad_share"):
+        _capture(run)
+    assert not open_store(run.store.path).is_complete
+
+
+def _short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int, ids: int = -1) -> None:
+    """Batches of more than `most` sequences do not fit; nor does one that holds token `ids`."""
+    whole_forward = Target.forward
+
+    def forward(self: Target, ids_BT: torch.Tensor) -> Any:
+        if len(ids_BT) > most or bool((ids_BT == ids).any()):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole_forward(self, ids_BT)
+
+    monkeypatch.setattr(Target, "forward", forward)
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_its_shard_marked(
+    run: Run, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(run.store.path)
+    most = largest_batch(store).num_sequences
+    _short_of_memory(monkeypatch, most - 1)
+    _capture(run)
+    store.refresh()
+    assert store.is_complete
+    marked = [store.commit_of(i).is_halved for i in store.layout.shard_ids()]  # type: ignore[union-attr]
+    assert any(marked)
+    assert not all(marked)
+    assert verify(store.path, deep=True).problems == []
+    # on a CPU the halves have the bits of the whole; the mark itself differs
+    assert all(
+        "/commit" in name or "commit_sealed" in name
+        for name in _differing(Path(run.store.path), whole)
+    )
+
+
+def test_a_shard_that_keeps_failing_is_set_aside_named_and_tried_again_by_the_next_run(
+    run: Run, whole: dict[str, bytes], target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_id = resolve(run.target).tokenizer().convert_tokens_to_ids("z")
+    with monkeypatch.context() as patch:
+        _short_of_memory(patch, 99, token_id)
+        store = open_store(run.store.path)
+        failing = store.table.shard_id(store.table.find("sample-7"))
+        with pytest.raises(ValueError, match=f"shards {failing} of .* failed 3 times each"):
+            _capture(run)
+    store.refresh()
+    assert [i for i in store.layout.shard_ids() if store.is_open(i)] == [failing]
+    _capture(run)
+    assert _differing(Path(run.store.path), whole) == []
+
+
+def test_a_target_that_fails_everywhere_ends_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(_target: Target, _ids_BT: torch.Tensor) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(Target, "forward", forward)
+    with pytest.raises(ValueError, match="RuntimeError: no kernel image is available"):
+        _capture(run)
+
+
+def test_rows_that_the_gate_refuses_are_never_committed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(*arguments: Any) -> BatchIndex:
+        index = index_batch(*arguments)
+        return replace(index, row_N=np.roll(index.row_N, 1))
+
+    index_batch = forward.index_batch
+    monkeypatch.setattr(forward, "index_batch", moved)
+    with pytest.raises(ValueError, match="the gate refuses this capture, nothing was committed"):
+        _capture(run)
+    store = open_store(run.store.path)
+    assert not any(store.is_committed(i) for i in store.layout.shard_ids())
+
+
+def test_a_store_of_other_weights_is_refused(
+    run: Run, make_target_dir: Callable[..., Path]
+) -> None:
+    other = replace(run.target, id=str(make_target_dir("qwen3", tie_word_embeddings=True)))
+    with pytest.raises(UsageError, match="planned for other weights"):
+        _capture(replace(run, target=other))
+
+
+def test_a_signal_ends_it_between_batches_and_the_next_run_goes_on(
+    run: Run, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    num_batches = 0
+
+    def compute(self: forward.Forward, batch: slice, slot: Any) -> bool:
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole_compute(self, batch, slot)
+
+    whole_compute = forward.Forward.compute
+    monkeypatch.setattr(forward.Forward, "compute", compute)
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        _capture(run)
+    assert num_batches == 6
+    assert signal.getsignal(signal.SIGTERM) == before
+    store = open_store(run.store.path)
+    assert any(store.is_committed(i) for i in store.layout.shard_ids())
+    assert not store.is_complete
+    _capture(run)
+    assert _differing(Path(run.store.path), whole) == []
+
+
+def test_the_warm_up_shapes_are_each_buckets_smallest_and_largest(run: Run) -> None:
+    store = open_store(run.store.path)
+    shapes = planned_shapes(store)
+    sizes = largest_batch(store)
+    assert len(shapes) <= 2 * len(store.layout.num_shards)
+    assert shapes[0][0] * shapes[0][1] == sizes.num_places <= 192
+    assert all(width % 16 == 0 for _, width in shapes)
+
+
+# forked from a server that has imported torch and transformers once
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["dflash_pipeline.capture.worker"])
+
+
+def _start(run: Run, rank: int, world: int) -> ForkServerProcess:
+    place = _place(Path(run.store.path), rank, world)
+    process = _PROCESSES.Process(target=worker.main, args=(run, place, {}))
+    process.start()
+    return process
+
+
+def _num_committed(run: Run) -> int:
+    return sum(1 for _ in Path(run.store.path).glob("b*/commit/c/*/0"))
+
+
+def test_three_workers_killed_at_random_then_two_give_the_same_store_bit_for_bit(
+    run: Run, whole: dict[str, bytes]
+) -> None:
+    chance = random.Random(0)
+    num_shards = sum(open_store(run.store.path).layout.num_shards)
+    workers = [_start(run, rank, 3) for rank in range(3)]
+    try:
+        for kill_at, killed in zip((1, num_shards // 3, num_shards // 2), workers, strict=True):
+            end = time.monotonic() + 60
+            while _num_committed(run) < kill_at and time.monotonic() < end:
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0, 0.02))
+            killed.kill()
+            killed.join()
+        assert [process.exitcode for process in workers] == [-signal.SIGKILL] * 3
+        assert 1 <= _num_committed(run) < num_shards
+        workers = [_start(run, rank, 2) for rank in range(2)]
+        for process in workers:
+            process.join(timeout=120)
+        assert [process.exitcode for process in workers] == [0, 0]
+    finally:
+        for process in workers:
+            process.kill()
+            process.join()
+    assert _differing(Path(run.store.path), whole) == []
+    assert verify(run.store.path, deep=True).problems == []

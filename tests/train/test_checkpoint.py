@@ -1,0 +1,122 @@
+"""The run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train import checkpoint
+from dflash_pipeline.train.checkpoint import Progress
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.order import Position
+from dflash_pipeline.train.shape import DrafterShape
+
+
+def _save(out: Path, shape: DrafterShape, step: int) -> Path:
+    drafter = Drafter(shape)
+    drafter.initialise(step)
+    masters = {name: tensor.detach() for name, tensor in drafter.named_parameters()}
+    state = {f"master.{name}": tensor for name, tensor in masters.items()}
+    return checkpoint.save(out, shape, masters, state, Progress(step, Position(1, 0, 4), 2.5, step))
+
+
+def test_a_checkpoint_is_servable_and_holds_the_state(tmp_path: Path, shape: DrafterShape) -> None:
+    path = _save(tmp_path, shape, 7)
+    assert path.name == "step-00000007"
+    assert read_checkpoint(path).shape.layer_ids == (1, 3, 5)
+    assert read_checkpoint(tmp_path).path.resolve() == path
+    torch.rand(5)
+    progress, state = checkpoint.load(path, torch.device("cpu"))
+    assert progress == Progress(7, Position(1, 0, 4), 2.5, 7)
+    drafter = Drafter(shape)
+    drafter.initialise(7)
+    assert torch.equal(state["master.norm.weight"], drafter.norm.weight)
+
+
+def test_old_checkpoints_go_but_the_best_stays(tmp_path: Path, shape: DrafterShape) -> None:
+    for step in (1, 2, 3, 4, 5):
+        path = _save(tmp_path, shape, step)
+        if step == 2:
+            checkpoint.point(tmp_path, "best", path)
+        checkpoint.prune(tmp_path, 2)
+    steps = sorted(path.name[-1] for path in tmp_path.glob("step-*"))
+    assert steps == ["2", "4", "5"]
+    assert (tmp_path / "last").readlink() == Path("step-00000005")
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000005"
+
+
+def test_half_a_checkpoint_is_never_taken_for_a_whole_one(
+    tmp_path: Path, shape: DrafterShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, shape, 1)
+    before = checkpoint.save_file
+
+    def dies(*_arguments: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", dies)
+    with pytest.raises(OSError, match="No space"):
+        _save(tmp_path, shape, 2)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000001"
+    assert (tmp_path / "last").readlink() == Path("step-00000001")
+    monkeypatch.setattr(checkpoint, "save_file", before)
+    _save(tmp_path, shape, 2)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
+    # the same step once more, as after a resume from step 1
+    _save(tmp_path, shape, 2)
+    assert sorted(path.name for path in tmp_path.glob(".step-*")) == []
+
+
+def test_out_must_be_free_or_resumed(
+    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run, out = train_run(), tmp_path / "out"
+    with pytest.raises(UsageError, match="no run to resume"):
+        checkpoint.begin(out, run, [whole_store], resume=True)
+    (out / "logs").mkdir(parents=True)
+    checkpoint.begin(out, run, [whole_store], resume=False)
+    with pytest.raises(UsageError, match=r"not empty \(it holds run\.json\).*--resume"):
+        checkpoint.begin(out, run, [whole_store], resume=False)
+    checkpoint.begin(out, run, [whole_store], resume=True)
+
+
+def test_resume_names_each_difference_and_allows_what_changes_no_value(
+    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run, out = train_run(), tmp_path / "out"
+    checkpoint.begin(out, run, [whole_store], resume=False)
+    free = replace(run, train=replace(run.train, log_every=99, keep=1, timeout_s=7.0))
+    checkpoint.begin(out, free, [whole_store], resume=True)
+    changed = replace(
+        run,
+        drafter=replace(run.drafter, block_size=8),
+        optim=replace(run.optim, lr=1.0),
+        train=replace(run.train, batch_anchors=32),
+    )
+    with pytest.raises(UsageError) as error:
+        checkpoint.begin(out, changed, [whole_store], resume=True)
+    for difference in (
+        "drafter.block_size: 4, now 8",
+        "optim.lr: 0.002, now 1.0",
+        "train.batch_anchors: 16, now 32",
+    ):
+        assert difference in str(error.value)
+    whole_store.plan_hash = "other"
+    with pytest.raises(UsageError, match="another plan_hash"):
+        checkpoint.begin(out, run, [whole_store], resume=True)
+
+
+def test_lines_of_steps_that_come_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 5}\n{"step": 10}\n{"step": 15}\n{"ste')
+    checkpoint.trim_metrics(path, 10)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [5, 10]

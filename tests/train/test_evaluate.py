@@ -1,0 +1,298 @@
+"""The command `eval`: its three arms, its table and JSON, its verdict, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import EvalConfig, Run, StoreConfig
+from dflash_pipeline.store.table import HELD_OUT, TRAIN
+from dflash_pipeline.train import evaluate
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.evaluate import check_fits
+from dflash_pipeline.train.export import read_checkpoint, write_zlab
+from dflash_pipeline.train.shape import DrafterShape
+
+VOCAB, WIDTH = 24, 16
+SHAPE = DrafterShape(
+    hidden_size=WIDTH,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    vocab_size=VOCAB,
+    block_size=4,
+    mask_token_id=23,
+    layer_ids=(0, 2),
+    num_target_layers=5,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=64,
+    layer_types=("full_attention",),
+    sliding_window=0,
+    input_embedding_scale=1.0,
+    output_multiplier=1.0,
+    final_logit_softcapping=0.0,
+    init_std=0.3,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+
+
+class CountingTarget:
+    """Token t is followed by t + 1, up to 19, then by 5 again; `slip` makes one token differ.
+
+    `slip` is (tokens read together, place, gap): when so many are verified together, the token
+    after that place is another one; `gap` is how far the best two are apart everywhere.
+    """
+
+    def __init__(self, slip: tuple[int, int] | None, gap: float) -> None:
+        self.slip, self.gap = slip, gap
+        self.length = 0
+
+    def prefill(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        self.length = 0
+        logits_TV, feature_TKH = self._read(ids_T)
+        return logits_TV[-1], feature_TKH
+
+    def verify(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
+        return self._read(ids_S)
+
+    def crop(self, num_tokens: int) -> None:
+        self.length = num_tokens
+
+    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits = torch.zeros(len(ids), VOCAB)
+        for place, token in enumerate(ids.tolist()):
+            logits[place, token + 1 if token < 19 else 5] = self.gap
+            if self.slip == (len(ids), self.length + place):
+                logits[place, 2] = 2 * self.gap
+        self.length += len(ids)
+        return logits, torch.ones(len(ids), 2, WIDTH) * ids[:, None, None]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    key: str
+    domain: str
+    ids: tuple[int, ...]
+
+
+def opened(slip: tuple[int, int] | None = None, gap: float = 1.0, **changes: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    fields: dict[str, Any] = {
+        "target": CountingTarget(slip, gap),
+        "prompts": (
+            Prompt("a", "math", (5, 6, 7)),
+            Prompt("b", "math", (9,)),
+            Prompt("c", "all", (6, 7)),
+        ),
+        "dropped": ("2 x tool turn (p.jsonl:1, p.jsonl:4)",),
+        "eos_ids": frozenset({18}),
+        "reserved_ids": frozenset({18, 0}),
+        "embed_VH": torch.randn(VOCAB, WIDTH, generator=generator),
+        "head_VH": torch.randn(VOCAB, WIDTH, generator=generator),
+        "num_layers": 5,
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    drafter = Drafter(SHAPE)
+    drafter.initialise(seed=5)
+    write_zlab(tmp_path / "drafter", SHAPE, dict(drafter.named_parameters()))
+    return tmp_path / "drafter"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(
+        rank=0,
+        world=1,
+        device="cpu",
+        kind="cpu",
+        log_dir=str(tmp_path / "logs"),
+        stage="eval",
+        rendezvous="",
+        threads=1,
+    )
+
+
+def settings(checkpoint: Path, **changes: Any) -> Run:
+    fields: dict[str, Any] = {
+        "drafter": str(checkpoint),
+        "prompts": ("p.jsonl",),
+        "max_new_tokens": 30,
+        "json": str(checkpoint.parent / "found" / "eval.json"),
+    }
+    return Run(eval=EvalConfig(**(fields | changes)))
+
+
+def found(checkpoint: Path) -> Any:
+    return json.loads((checkpoint.parent / "found" / "eval.json").read_text())
+
+
+def test_three_arms_are_measured_and_compared_with_plain_decoding(
+    checkpoint: Path, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def open_target(run: Run, where: Place, layer_ids: Any) -> Any:
+        asked.append((run.eval.drafter, where.kind, layer_ids))
+        return opened()
+
+    evaluate.main(settings(checkpoint, as_stored=True), place, {}, open_target)
+    assert asked == [(str(checkpoint), "cpu", (0, 2))]
+    results = found(checkpoint)
+    assert results["mode"] == "decode"
+    assert results["identical"] is results["judged"] is True
+    assert (results["num_prompts"], results["mismatches"]) == (3, [])
+    # up to the end token 18: 11, 9 and 11 tokens
+    assert results["plain"]["tokens"] == 31
+    assert list(results["arms"]) == ["trained", "untrained", "lookup"]
+    for arm in results["arms"].values():
+        # a domain of the name of the pooled row keeps a row of its own
+        assert set(arm) == {"all", "all_", "math", "seconds"}
+        pooled = arm["all"]
+        assert pooled["prompts"] == 3
+        assert pooled["kept"] == 31 - 3
+        assert pooled["tau"] == pytest.approx(pooled["kept"] / pooled["cycles"])
+        assert pooled["cycles"] == arm["all_"]["cycles"] + arm["math"]["cycles"]
+        assert len(pooled["accepted_by_slot"]) == 3
+    output = capsys.readouterr().out
+    assert "outputs identical to plain greedy decoding: yes" in output
+    assert "not used: 2 x tool turn" in output
+    heads = next(line for line in output.splitlines() if "per prompt" in line)
+    assert heads.endswith("seconds  accepted")
+
+
+def test_an_output_that_differs_in_fp32_fails_after_the_results_are_written(
+    checkpoint: Path, place: Place
+) -> None:
+    # blocks of 4: plain decoding reads one token at a time and never slips
+    with pytest.raises(ValueError, match=r"trained on prompt a at new token 1, .* gap is 1.0000"):
+        evaluate.main(settings(checkpoint), place, {}, lambda *_: opened(slip=(4, 3)))
+    results = found(checkpoint)
+    assert results["identical"] is False
+    assert {(m["arm"], m["key"]) for m in results["mismatches"]} >= {("trained", "a")}
+
+
+def test_a_tie_that_rounding_decides_is_exempt_and_listed(
+    checkpoint: Path, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate.main(settings(checkpoint), place, {}, lambda *_: opened(slip=(4, 3), gap=1e-3))
+    results = found(checkpoint)
+    assert results["identical"] is True
+    assert all(mismatch["is_exempt"] for mismatch in results["mismatches"])
+    assert "differs: trained, prompt a, new token 1, top-2 gap 1.00e-03 (exempt)" in (
+        capsys.readouterr().out
+    )
+
+
+def test_bf16_outputs_are_reported_and_not_judged(
+    checkpoint: Path, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = opened(slip=(4, 3), dtype=torch.bfloat16)
+    half.embed_VH, half.head_VH = half.embed_VH.bfloat16(), half.head_VH.bfloat16()
+    evaluate.main(settings(checkpoint), place, {}, lambda *_: half)
+    assert (found(checkpoint)["identical"], found(checkpoint)["judged"]) == (False, False)
+    assert "no (not fp32: reported, not judged)" in capsys.readouterr().out
+
+
+class FakeStore:
+    """Six samples of counting tokens in two domains, four held out, one of those unreadable."""
+
+    def __init__(self) -> None:
+        self.spec = SimpleNamespace(
+            layer_ids=(0, 1, 2), num_target_layers=5, hidden_size=WIDTH, vocab_size=VOCAB
+        )
+        self.table = SimpleNamespace(
+            domains=("code", "math"),
+            domain=np.array([0, 1, 0, 1, 1, 1]),
+            split=np.array([HELD_OUT, HELD_OUT, TRAIN, HELD_OUT, HELD_OUT, TRAIN]),
+            sample_id=np.array([4, 9, 1, 2, 7, 3], np.uint64),
+        )
+        self.readable_N = np.array([True, True, True, True, False, True])
+
+    def tokens(self, _index: int) -> tuple[np.ndarray, np.ndarray]:
+        ids_T = np.arange(4, 20, dtype=np.uint32)
+        return ids_T, (np.arange(16) >= 3).astype(np.uint8)
+
+    def sample(self, index: int) -> Any:
+        ids_T, mask_T = self.tokens(index)
+        hidden_TKH = np.random.default_rng(index).normal(size=(16, 3, WIDTH)).astype(np.float32)
+        return SimpleNamespace(ids_T=ids_T, mask_T=mask_T, hidden_TKH=hidden_TKH)
+
+    def embed(self) -> np.ndarray:
+        return np.full((VOCAB, WIDTH), 0x3F80, np.uint16)
+
+    head = embed
+
+
+def test_without_prompts_held_out_samples_are_replayed(
+    checkpoint: Path,
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(evaluate, "open_store", lambda _path: FakeStore())
+    run = dataclasses.replace(settings(checkpoint, prompts=()), store=StoreConfig(path="s"))
+    evaluate.main(run, place, {}, lambda *_: pytest.fail("replay needs no target"))
+    results = found(checkpoint)
+    assert (results["mode"], results["identical"], results["num_prompts"]) == ("replay", None, 3)
+    for arm in results["arms"].values():
+        assert (arm["code"]["prompts"], arm["math"]["prompts"]) == (1, 2)
+        assert arm["all"]["kept"] == 3 * 12
+    assert "replayed 3 held-out samples" in capsys.readouterr().out
+    evaluate.main(
+        dataclasses.replace(run, eval=dataclasses.replace(run.eval, limit=1)),
+        place,
+        {},
+        lambda *_: None,
+    )
+    assert found(checkpoint)["num_prompts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ((5, 32, VOCAB, frozenset()), "hidden size 16, the target's is 32"),
+        ((5, WIDTH, 30, frozenset()), "vocabulary 24, the target's is 30"),
+        ((6, WIDTH, VOCAB, frozenset()), "number of target layers 5, the target's is 6"),
+        ((3, WIDTH, VOCAB, frozenset()), r"layers \(0, 2\), the target has 3"),
+        ((5, WIDTH, VOCAB, frozenset({23})), "mask token 23, an end or padding token"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(
+    checkpoint: Path, target: tuple[int, int, int, frozenset[int]], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_fits(read_checkpoint(checkpoint), *target)
+
+
+def test_what_is_missing_is_said(checkpoint: Path, place: Place) -> None:
+    def fail(changes: dict[str, Any], where: Place) -> str:
+        with pytest.raises(UsageError) as error:
+            evaluate.main(settings(checkpoint, **changes), where, {}, lambda *_: None)
+        return str(error.value)
+
+    assert "--drafter" in fail({"drafter": ""}, place)
+    assert "--prompts" in fail({"prompts": ()}, place)
+    assert "one device" in fail({}, dataclasses.replace(place, world=2))

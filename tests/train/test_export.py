@@ -1,0 +1,391 @@
+"""Exports hold exactly what servers read, come back bit for bit, and refuse what is not whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run, TargetConfig
+from dflash_pipeline.train import export, layout
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.export import (
+    read_checkpoint,
+    serving_commands,
+    write_speculators,
+    write_zlab,
+)
+from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def shape(**changes: Any) -> DrafterShape:
+    fields: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 40,
+        "block_size": 4,
+        "mask_token_id": 39,
+        "layer_ids": (1, 3, 4),
+        "num_target_layers": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "rope_scaling": None,
+        "max_position_embeddings": 256,
+        "layer_types": ("full_attention",) * 2,
+        "sliding_window": 0,
+        "input_embedding_scale": 1.0,
+        "output_multiplier": 1.0,
+        "final_logit_softcapping": 0.0,
+        "init_std": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return DrafterShape(**(fields | changes))
+
+
+SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 32}
+MIXED = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 32}
+GEMMA = {"input_embedding_scale": 4.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}
+
+
+def tensors(of: DrafterShape) -> dict[str, torch.Tensor]:
+    drafter = Drafter(of)
+    drafter.initialise(seed=3)
+    return {name: parameter.detach() for name, parameter in drafter.named_parameters()}
+
+
+def speculators(path: Path, of: DrafterShape, body: dict[str, torch.Tensor]) -> None:
+    matrix_VH = torch.randn(of.vocab_size, of.hidden_size).bfloat16()
+    # a tied target hands out one matrix twice
+    write_speculators(path, of, body, matrix_VH, matrix_VH, "org/target", ["Qwen3ForCausalLM"])
+
+
+def config_of(path: Path) -> Any:
+    return json.loads((path / "config.json").read_text())
+
+
+def test_tensor_names_are_the_drafters() -> None:
+    for of in (shape(), shape(num_layers=1, layer_types=("full_attention",))):
+        found = {name: tuple(p.shape) for name, p in Drafter(of).named_parameters()}
+        assert found == tensor_shapes(of)
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_scaling": YARN}, SLIDING, MIXED, GEMMA], ids=str)
+def test_zlab_comes_back_as_it_went(tmp_path: Path, changes: dict[str, Any]) -> None:
+    of = shape(**changes)
+    body = tensors(of)
+    write_zlab(tmp_path / "out", of, body)
+    found = read_checkpoint(tmp_path / "out")
+    assert (found.shape, found.layout) == (of, "zlab")
+    assert found.tensors.keys() == body.keys()
+    for name, tensor in body.items():
+        assert torch.equal(found.tensors[name], tensor.bfloat16())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_scaling": YARN}, SLIDING], ids=str)
+def test_speculators_comes_back_as_it_went(tmp_path: Path, changes: dict[str, Any]) -> None:
+    of = shape(**changes)
+    body = tensors(of)
+    speculators(tmp_path / "out", of, body)
+    found = read_checkpoint(tmp_path / "out")
+    assert (found.shape, found.layout) == (of, "speculators")
+    for name, tensor in body.items():
+        assert torch.equal(found.tensors[name], tensor.bfloat16())
+
+
+def test_zlab_config_says_what_servers_read(tmp_path: Path) -> None:
+    write_zlab(tmp_path / "out", shape(rope_scaling=YARN), tensors(shape()))
+    config = config_of(tmp_path / "out")
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["block_size"] == config["dflash_config"]["block_size"] == 4
+    assert config["dflash_config"]["target_layer_ids"] == [1, 3, 4]
+    assert config["dflash_config"]["mask_token_id"] == 39
+    assert config["is_causal"] is False
+    assert config["rope_scaling"] == YARN
+    assert config["rope_parameters"] == YARN | {"rope_theta": 5e5}
+    assert "auto_map" not in config
+    read = Qwen3Config(**config)
+    assert (read.rope_parameters["rope_theta"], read.rope_parameters["factor"]) == (5e5, 4.0)
+    assert (read.head_dim, read.layer_types) == (8, ["full_attention"] * 2)
+
+
+def test_a_mixture_of_layer_types_leaves_causality_to_each_layer() -> None:
+    assert layout.zlab_config(shape(**SLIDING))["is_causal"] is True
+    assert "is_causal" not in layout.zlab_config(shape(**MIXED))
+
+
+def test_zlab_tensors_are_the_public_set(tmp_path: Path) -> None:
+    of = shape(num_layers=1, layer_types=("full_attention",))
+    body = tensors(of)
+    write_zlab(tmp_path / "out", of, body)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    layer = "input_layernorm post_attention_layernorm mlp.gate_proj mlp.up_proj mlp.down_proj"
+    layer += " self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
+    layer += " self_attn.q_norm self_attn.k_norm"
+    expected = {f"layers.0.{name}.weight" for name in layer.split()}
+    assert stored.keys() == expected | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    # the parts stand side by side in layer order: one product with the concatenated features
+    feature_NKH = torch.randn(5, 3, 16)
+    apart = sum(feature_NKH[:, k] @ body[f"fc.{k}.weight"].bfloat16().float().T for k in range(3))
+    joined = feature_NKH.flatten(1) @ stored["fc.weight"].float().T
+    torch.testing.assert_close(joined, apart)
+
+
+def test_speculators_config_and_maps_are_what_vllm_converts(tmp_path: Path) -> None:
+    speculators(tmp_path / "out", shape(), tensors(shape()))
+    config = config_of(tmp_path / "out")
+    assert config["architectures"] == ["DFlashSpeculator"]
+    assert config["aux_hidden_state_layer_ids"] == [2, 4, 5]
+    method = config["speculators_config"]["proposal_methods"][0]
+    assert method == {"proposal_type": "greedy", "speculative_tokens": 3}
+    assert config["sliding_window_non_causal"] is True
+    assert (
+        layout.speculators_config(shape(**SLIDING), "t", [])["sliding_window_non_causal"] is False
+    )
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["t2d"].dtype == torch.bool
+    assert bool(stored["t2d"].all())
+    # vLLM: target id = arange + d2t
+    assert stored["d2t"].tolist() == [0] * 40
+    assert torch.equal(stored["embed_tokens.weight"], stored["lm_head.weight"])
+
+
+@pytest.mark.parametrize(("changes", "words"), [(MIXED, "one causality"), (GEMMA, "zlab")])
+def test_what_speculators_cannot_say_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        speculators(tmp_path / "out", shape(**changes), tensors(shape(**changes)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_speculators_config_that_leaves_out_defaults_is_read(tmp_path: Path) -> None:
+    of = shape(head_dim=128, rms_norm_eps=1e-6, max_position_embeddings=32768)
+    speculators(tmp_path / "out", of, tensors(of))
+    config = config_of(tmp_path / "out")
+    body = config["transformer_layer_config"]
+    for name in ("head_dim", "rms_norm_eps", "max_position_embeddings", "rope_theta"):
+        del body[name]
+    del body["num_target_layers"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert read_checkpoint(tmp_path / "out").shape == dataclasses.replace(of, num_target_layers=6)
+
+
+def test_each_wrong_tensor_is_named_on_write(tmp_path: Path) -> None:
+    body = tensors(shape())
+    body["extra.weight"] = body.pop("norm.weight")
+    body["fc.0.weight"] = torch.zeros(16, 17)
+    words = r"missing norm.weight \[16\]; unexpected extra.weight \[16\]; fc.0.weight is \[16, 17\]"
+    with pytest.raises(ValueError, match=words):
+        write_zlab(tmp_path / "out", shape(), body)
+    body = tensors(shape())
+    body["norm.weight"] = body["norm.weight"] * torch.nan
+    with pytest.raises(ValueError, match=r"norm.weight holds NaN"):
+        write_zlab(tmp_path / "out", shape(), body)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_directory_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError, match="exists"):
+        write_zlab(tmp_path / "out", shape(), tensors(shape()))
+
+
+def test_a_disk_that_changes_a_byte_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad_save(written: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
+        save_file(written, path, metadata=metadata)
+        damaged = bytearray(path.read_bytes())
+        damaged[-1] ^= 1
+        path.write_bytes(damaged)
+
+    monkeypatch.setattr(export, "save_file", bad_save)
+    with pytest.raises(ValueError, match="came back from the disk changed"):
+        write_zlab(tmp_path / "out", shape(), tensors(shape()))
+    assert not list(tmp_path.iterdir())
+
+
+def _written(tmp_path: Path) -> Path:
+    write_zlab(tmp_path / "out", shape(), tensors(shape()))
+    return tmp_path / "out"
+
+
+def _drop(body: dict[str, torch.Tensor]) -> None:
+    del body["norm.weight"]
+
+
+def _add(body: dict[str, torch.Tensor]) -> None:
+    body["rotary.frequency"] = torch.zeros(4)
+
+
+def _widen(body: dict[str, torch.Tensor]) -> None:
+    body["fc.weight"] = torch.zeros(16, 32)
+
+
+def _cast(body: dict[str, torch.Tensor]) -> None:
+    body["norm.weight"] = body["norm.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_drop, r"missing norm.weight \[16\]"),
+        (_add, r"unexpected rotary.frequency \[4\]"),
+        (_widen, r"fc.weight is \[16, 32\], expected \[16, 48\]"),
+        (_cast, r"norm.weight has dtype I8"),
+    ],
+)
+def test_each_wrong_tensor_is_named_on_read(tmp_path: Path, change: Any, words: str) -> None:
+    path = _written(tmp_path)
+    body = load_file(path / "model.safetensors")
+    change(body)
+    save_file(body, path / "model.safetensors")
+    with pytest.raises(ValueError, match=words):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM"),
+        ({"block_size": 8}, "block_size 4 in one place and 8 in another"),
+        ({"is_causal": True}, "causal on every layer"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_theta": 1e4}, "rope_theta"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({"dflash_config": {}}, "no key 'mask_token_id'"),
+        ({"dflash_config": None}, "not a drafter that can be read"),
+        ({"hidden_size": "x"}, "not a drafter that can be read"),
+    ],
+)
+def test_a_config_of_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    path = _written(tmp_path)
+    (path / "config.json").write_text(json.dumps(config_of(path) | changes))
+    with pytest.raises(ValueError, match=words):
+        read_checkpoint(path)
+
+
+def test_a_damaged_file_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    path = _written(tmp_path)
+    weights = path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        read_checkpoint(path)
+    weights.write_bytes((1 << 40).to_bytes(8, "little") + whole[8:])
+    with pytest.raises(ValueError, match="claims a header of"):
+        read_checkpoint(path)
+    weights.write_bytes(whole[:4])
+    with pytest.raises(ValueError, match="truncated"):
+        read_checkpoint(path)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"model.safetensors is missing"):
+        read_checkpoint(path)
+
+
+def test_shards_and_a_model_prefix_are_read(tmp_path: Path) -> None:
+    path = _written(tmp_path)
+    whole = read_checkpoint(path).tensors
+    body = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = sorted(body)
+    parts = {"one.safetensors": names[:5], "two.safetensors": names[5:]}
+    for file, held in parts.items():
+        save_file({f"model.{name}": body[name] for name in held}, path / file)
+    weight_map = {f"model.{name}": file for file, held in parts.items() for name in held}
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    found = read_checkpoint(path).tensors
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    (tmp_path / "outside.safetensors").write_bytes((path / "one.safetensors").read_bytes())
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "../outside.safetensors"}}))
+    with pytest.raises(ValueError, match=r"names '../outside.safetensors'"):
+        read_checkpoint(path)
+
+
+def test_a_run_gives_its_best_step_else_its_last(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_zlab(run / "step-00000010", shape(), tensors(shape()))
+    write_zlab(run / "step-00000020", shape(), tensors(shape()))
+    (run / "last").symlink_to("step-00000020")
+    assert read_checkpoint(run).path.resolve().name == "step-00000020"
+    (run / "best").write_text("step-00000010\n")
+    assert read_checkpoint(run).path.name == "step-00000010"
+    assert read_checkpoint(run / "step-00000020").path.name == "step-00000020"
+    (run / "best").write_text("../run/step-00000010")
+    with pytest.raises(ValueError, match="plain name"):
+        read_checkpoint(run)
+    with pytest.raises(ValueError, match="is not a directory"):
+        read_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=re.escape("no best and no last step")):
+        read_checkpoint(tmp_path)
+
+
+def test_serving_commands_count_drafts_as_each_server_does() -> None:
+    vllm, sglang = serving_commands(shape(), Path("out"), "org/target")
+    assert '"num_speculative_tokens": 3' in vllm
+    assert sglang.endswith("--speculative-num-draft-tokens 4")
+
+
+def test_the_command_turns_one_layout_into_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _written(tmp_path)
+    bits_VH = np.arange(40 * 16, dtype=np.uint16).reshape(40, 16)
+    store = SimpleNamespace(
+        embed=lambda: bits_VH,
+        head=lambda: bits_VH + 1,
+        spec=SimpleNamespace(target_id="tiny"),
+        target_config=lambda: {"architectures": ["Qwen3ForCausalLM"]},
+    )
+    monkeypatch.setattr(export, "open_store", lambda _path: store)
+    place = Place(
+        rank=0,
+        world=1,
+        device="cpu",
+        kind="cpu",
+        log_dir=str(tmp_path / "logs"),
+        stage="export",
+        rendezvous="",
+        threads=1,
+    )
+    extra = {"checkpoint": str(path), "out": str(tmp_path / "s"), "layout": "speculators"}
+    with pytest.raises(UsageError, match="--store"):
+        export.main(Run(), place, extra | {"store": ""})
+    export.main(Run(), place, extra | {"store": "store"})
+    stored = load_file(tmp_path / "s" / "model.safetensors")
+    assert np.array_equal(stored["lm_head.weight"].view(torch.int16).numpy(), bits_VH + 1)
+    assert config_of(tmp_path / "s")["speculators_config"]["verifier"] == {
+        "name_or_path": "tiny",
+        "architectures": ["Qwen3ForCausalLM"],
+    }
+    back = {"checkpoint": str(tmp_path / "s"), "out": str(tmp_path / "z"), "layout": "zlab"}
+    export.main(Run(target=TargetConfig(id="org/t")), place, back | {"store": ""})
+    assert (tmp_path / "z" / "model.safetensors").read_bytes() == (
+        path / "model.safetensors"
+    ).read_bytes()
+    assert config_of(tmp_path / "z") == config_of(path)
+    assert "vllm serve org/t " in capsys.readouterr().out

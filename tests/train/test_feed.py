@@ -1,0 +1,157 @@
+"""From disk to the batch: the right rows, in the right place, in buffers that are lent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import LossConfig, Run
+from dflash_pipeline.store import paths
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train.feed import Batch, Feed
+from dflash_pipeline.train.follow import Order
+from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.order import Catalog, Position, catalog, parse_stores
+from dflash_pipeline.train.shape import DrafterShape
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def feed_of(
+    whole_store: Store, place: Place, shape: DrafterShape, tmp_path: Path
+) -> Callable[..., object]:
+    @contextmanager
+    def make(
+        run: Run, shape: DrafterShape = shape, poison: bool = True
+    ) -> Iterator[tuple[Feed, Catalog]]:
+        shares = parse_stores(run.train.stores)
+        samples = catalog([whole_store.table], shares, run.train)
+        order = Order(
+            samples,
+            [whole_store],
+            run.train,
+            Group(place, 5.0),
+            tmp_path / "order",
+            Position(0, 0, 0),
+        )
+        arguments = (run, shape, CPU, torch.float32, poison)
+        with Feed([whole_store], samples, order, *arguments) as feed:
+            yield feed, samples
+
+    return make
+
+
+def _batches(feed: Feed) -> Iterator[Batch]:
+    while (draw := feed.step(lambda: False, lambda: None)) is not None:
+        yield from feed.batches(draw)
+
+
+def test_every_row_is_the_stores_own(
+    feed_of: Callable[..., object], train_run: Callable[..., Run], whole_store: Store
+) -> None:
+    run = replace(train_run(epochs=2), loss=LossConfig(kl=1.0, position_chunk=5))
+    num_seen = 0
+    with feed_of(run) as (feed, samples):
+        for batch in _batches(feed):
+            numbers = samples.sample_C[batch.samples].tolist()
+            parts = [whole_store.sample(number) for number in numbers]
+            hidden = np.concatenate([part.hidden_TKH for part in parts])
+            assert np.array_equal(batch.feature_NKH.numpy(), hidden)
+            lengths = [len(part.ids_T) for part in parts]
+            places = [np.arange(length) for length in lengths]
+            assert np.array_equal(batch.position_N.numpy(), np.concatenate(places))
+            # each label's teacher is the stored last state of the position before it
+            assert batch.teacher is not None
+            ids = np.concatenate([part.ids_T for part in parts])
+            anchor_R = batch.anchor_A.long()[batch.row_R // 4]
+            assert np.array_equal(ids[(anchor_R + batch.slot_R).numpy()], batch.label_R.numpy())
+            states = batch.teacher.state_UH[batch.teacher.index_R]
+            for row in range(0, len(batch.row_R), 7):
+                document = int(np.searchsorted(np.cumsum(lengths), int(anchor_R[row]), "right"))
+                first = int(np.cumsum([0, *lengths])[document])
+                label_at = int(anchor_R[row] + batch.slot_R[row]) - first
+                kept = np.flatnonzero(parts[document].mask_T[1:])
+                last_MH = parts[document].last_MH
+                wanted = last_MH[np.searchsorted(kept, label_at - 1)]
+                assert np.array_equal(states[row].numpy(), wanted)
+            num_seen += len(numbers)
+    assert num_seen == 2 * len(samples)
+
+
+def test_a_subset_of_layers_is_read_in_its_own_order(
+    feed_of: Callable[..., object],
+    train_run: Callable[..., Run],
+    whole_store: Store,
+    shape: DrafterShape,
+) -> None:
+    with feed_of(train_run(epochs=1), replace(shape, layer_ids=(1, 5))) as (feed, samples):
+        batch = next(_batches(feed))
+        first = whole_store.sample(int(samples.sample_C[batch.samples[0]]))
+        found = batch.feature_NKH[: len(first.ids_T)].numpy()
+        assert np.array_equal(found, first.hidden_TKH[:, [0, 2]])
+
+
+def test_a_late_reader_meets_nan(
+    feed_of: Callable[..., object], train_run: Callable[..., Run]
+) -> None:
+    with feed_of(train_run(epochs=1)) as (feed, _samples):
+        lent = [(batch.weight_R, bool(batch.weight_R.isfinite().all())) for batch in _batches(feed)]
+        assert all(was_finite for _, was_finite in lent)
+        # nothing was read into the last one's buffer after it came back
+        assert bool(lent[-1][0].isnan().all())
+
+
+def test_a_readers_error_surfaces_at_the_next_batch_and_nothing_hangs(
+    feed_of: Callable[..., object], train_run: Callable[..., Run], whole_store: Store
+) -> None:
+    for shard_id in whole_store.layout.shard_ids():
+        (whole_store.path / paths.hidden_file(shard_id)).unlink()
+    begin = time.monotonic()
+    with (
+        pytest.raises(ValueError, match="missing although it is committed"),
+        feed_of(train_run(epochs=1)) as (feed, _samples),
+    ):
+        next(_batches(feed))
+    assert time.monotonic() - begin < 20
+
+
+def test_checked_reading_names_a_flipped_byte(
+    feed_of: Callable[..., object], train_run: Callable[..., Run], whole_store: Store
+) -> None:
+    for shard_id in whole_store.layout.shard_ids():
+        file = whole_store.path / paths.hidden_file(shard_id)
+        content = bytearray(file.read_bytes())
+        content[3] ^= 0xFF
+        file.write_bytes(content)
+    run = train_run(epochs=1)
+    with feed_of(run, poison=False) as (feed, _samples):
+        assert sum(1 for _ in _batches(feed)) > 0
+    checked = replace(run, feed=replace(run.feed, check=True))
+    with (
+        pytest.raises(ValueError, match="chunk 0 does not match"),
+        feed_of(checked) as (feed, _samples),
+    ):
+        list(_batches(feed))
+
+
+def test_counts_are_sums_since_they_were_taken(
+    feed_of: Callable[..., object], train_run: Callable[..., Run], whole_store: Store
+) -> None:
+    with feed_of(train_run(epochs=1)) as (feed, samples):
+        for _batch in _batches(feed):
+            pass
+        counts = feed.take_counts()
+        assert counts.num_samples == len(samples)
+        assert counts.num_tokens == samples.num_tokens_C.sum()
+        assert counts.size_bytes == counts.num_tokens * 3 * 16
+        assert counts.wait_s > 0
+        assert feed.take_counts().num_samples == 0

@@ -1,0 +1,53 @@
+"""Ranks that train together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.train.group import Group
+
+# joins, does a step, and is stuck in something else for longer than anyone waits
+STUCK = """
+import sys, time
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.train.group import Group
+place = Place(rank=1, world=2, device="cpu", kind="cpu", log_dir="", stage="train",
+              rendezvous=sys.argv[1], threads=1)
+print("ready", flush=True)
+Group(place, 60.0).beat(41)
+time.sleep(60)
+"""
+TIMEOUT_S = 4.0
+
+
+def test_one_rank_needs_nobody(place: Place) -> None:
+    group = Group(place, 5.0)
+    tensor = torch.ones(3)
+    group.add_up(tensor)
+    assert tensor.tolist() == [1, 1, 1]
+    assert group.agree("key", "text") == "text"
+    assert group.told("key") is None
+    group.close()
+
+
+def test_a_hung_rank_is_named_in_time(place: Place, tmp_path: Path) -> None:
+    rendezvous = f"file://{tmp_path}/meet"
+    command = [sys.executable, "-c", STUCK, rendezvous]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            group = Group(replace(place, world=2, rendezvous=rendezvous), TIMEOUT_S)
+            group.beat(42)
+            with pytest.raises(ValueError, match=r"rank 1 \(last seen at step 41.*timeout_s"):
+                group.add_up(torch.ones(1))
+            group.close()
+        finally:
+            other.kill()

@@ -1,0 +1,116 @@
+"""The chunked loss against the plain one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_pipeline.configs.schema import LossConfig
+from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.loss import Teacher, chunked_loss, reference_loss, teacher_spans
+from dflash_pipeline.train.shape import DrafterShape
+
+NUM_ROWS = 23
+
+
+def _case(
+    dtype: torch.dtype, position_chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Teacher]:
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, generator=random)
+
+    hidden_RH = (drawn(NUM_ROWS, 8) * 2).to(dtype)
+    head_VH = drawn(97, 8).to(dtype)
+    label_R = torch.randint(0, 97, (NUM_ROWS,), generator=random)
+    weight_R = torch.rand(NUM_ROWS, generator=random) + 0.1
+    index_R = np.sort(np.random.default_rng(0).integers(0, 7, NUM_ROWS))
+    teacher = Teacher(
+        (drawn(7, 8) * 2).to(dtype),
+        torch.from_numpy(index_R),
+        teacher_spans(index_R, position_chunk),
+    )
+    return hidden_RH, head_VH, label_R, weight_R, teacher
+
+
+CONFIGS = {
+    "ce": LossConfig(),
+    "kl": LossConfig(ce=0.0, kl=1.0),
+    "both": LossConfig(ce=0.3, kl=0.7, temperature=2.0),
+}
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_value_and_gradient_equal_the_reference(
+    name: str, soft_cap: float, shape: DrafterShape
+) -> None:
+    config = replace(CONFIGS[name], position_chunk=10)
+    shape = replace(shape, final_logit_softcapping=soft_cap, output_multiplier=1.5)
+    hidden_RH, head_VH, label_R, weight_R, teacher = _case(torch.float32, 10)
+    results = []
+    for loss in (reference_loss, chunked_loss):
+        wide = torch.float64 if loss is reference_loss else torch.float32
+        rows = hidden_RH.to(wide).requires_grad_()
+        states = replace(teacher, state_UH=teacher.state_UH.to(wide))
+        found = loss(
+            rows, TargetHead(head_VH.to(wide), None, shape), label_R, weight_R, states, config
+        )
+        total = found if isinstance(found, Tensor) else found[0]
+        # the caller's division must reach the gradient
+        (total / 3).backward()
+        results.append((total.detach().double(), rows.grad.double()))
+    (wanted, wanted_grad), (total, grad) = results
+    torch.testing.assert_close(total, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, wanted_grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bf16_operands_cost_no_more_than_their_own_rounding(name: str, shape: DrafterShape) -> None:
+    config = replace(CONFIGS[name], position_chunk=10)
+    hidden_RH, head_VH, label_R, weight_R, teacher = _case(torch.bfloat16, 10)
+    rows = hidden_RH.requires_grad_()
+    total, _ = chunked_loss(
+        rows, TargetHead(head_VH, None, shape), label_R, weight_R, teacher, config
+    )
+    total.backward()
+    exact = hidden_RH.detach().double().requires_grad_()
+    states = replace(teacher, state_UH=teacher.state_UH.double())
+    head = TargetHead(head_VH.double(), None, shape)
+    wanted = reference_loss(exact, head, label_R, weight_R, states, config)
+    wanted.backward()
+    assert float(total.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4)
+    error = (rows.grad.double() - exact.grad).norm() / exact.grad.norm()
+    # one rounding of the logits' gradient and one of the result
+    assert float(error) < 2**-8
+
+
+def test_the_chunk_size_changes_nothing_but_memory(shape: DrafterShape) -> None:
+    totals = []
+    for position_chunk in (1, 7, 23, 100):
+        config = replace(CONFIGS["both"], position_chunk=position_chunk)
+        hidden_RH, head_VH, label_R, weight_R, teacher = _case(torch.float32, position_chunk)
+        total, stats = chunked_loss(
+            hidden_RH, TargetHead(head_VH, None, shape), label_R, weight_R, teacher, config
+        )
+        totals.append(float(total))
+    assert totals == pytest.approx([totals[0]] * 4, rel=1e-6)
+    right = (hidden_RH @ head_VH.T).argmax(-1) == label_R
+    assert stats.correct_R.tolist() == right.float().tolist()
+
+
+def test_a_teacher_row_is_projected_once_a_chunk() -> None:
+    index = np.array([0, 0, 1, 2, 2, 3, 5, 6])
+    assert teacher_spans(index, 3) == ((0, 2), (2, 4), (5, 7))
+
+
+def test_kl_without_last_states_is_refused(shape: DrafterShape) -> None:
+    hidden_RH, head_VH, label_R, weight_R, _ = _case(torch.float32, 10)
+    head = TargetHead(head_VH, None, shape)
+    with pytest.raises(ValueError, match=r"loss\.kl.*last"):
+        chunked_loss(hidden_RH, head, label_R, weight_R, None, CONFIGS["kl"])

@@ -1,0 +1,151 @@
+"""AdamW over fp32 masters, and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import OptimConfig
+from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.optim import Optimizer, learning_rate
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7, bias=False), nn.LayerNorm(7, bias=False))
+
+
+@pytest.fixture
+def optimizer_of(place: Place) -> Callable[..., Optimizer]:
+    def make(
+        model: nn.Module, config: OptimConfig, dtype: torch.dtype = torch.float32
+    ) -> Optimizer:
+        return Optimizer(model.named_parameters(), config, Group(place, 5.0), 10, dtype)
+
+    return make
+
+
+def _loss(model: nn.Module, seed: int) -> Tensor:
+    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    return model(rows.to(next(model.parameters()).dtype)).square().sum().float()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_steps_equal_torchs_adamw_on_the_mean_of_the_window(
+    clip: float, optimizer_of: Callable[..., Optimizer]
+) -> None:
+    ours, theirs = _model(), _model()
+    config = OptimConfig(clip=clip, weight_decay=0.1)
+    optimizer = optimizer_of(ours, config)
+    groups = [
+        {"params": [theirs[0].weight], "weight_decay": 0.1},
+        {"params": [theirs[1].weight], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(4):
+        # two batches of sums with weights 3 and 5: one division by 8
+        for part, weight in ((0, 3.0), (1, 5.0)):
+            loss = _loss(ours, 10 * step + part)
+            loss.backward()
+            optimizer.add(loss.detach(), torch.tensor(weight))
+        optimizer.step(0.01, wants_stop=False)
+        plain.zero_grad()
+        ((_loss(theirs, 10 * step) + _loss(theirs, 10 * step + 1)) / 8).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(theirs.parameters(), clip)
+        plain.step()
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        # torch adds 1e-6 to the norm that it clips by
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_step_changes_nothing_and_is_counted(
+    bad: float, optimizer_of: Callable[..., Optimizer]
+) -> None:
+    model = _model()
+    optimizer = optimizer_of(model, OptimConfig())
+
+    def step(factor: float) -> None:
+        loss = _loss(model, 0) * factor
+        loss.backward()
+        optimizer.add(loss.detach(), torch.tensor(2.0))
+        optimizer.step(0.01, wants_stop=False)
+
+    step(1.0)
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    step(bad)
+    after = optimizer.state()
+    del before["counts"], after["counts"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    step(bad)
+    step(1.0)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    health = optimizer.health(optimizer.vector())
+    assert (health.num_bad, health.longest_streak) == (2, 2)
+    assert health.is_bad == (False, True, True, False)
+    assert optimizer.health(optimizer.vector()).longest_streak == 0
+
+
+def test_steps_too_small_for_bf16_add_up_in_the_masters(
+    optimizer_of: Callable[..., Optimizer],
+) -> None:
+    model = _model()
+    optimizer = optimizer_of(model, OptimConfig(), torch.bfloat16)
+    first = optimizer.masters()["0.weight"].clone()
+    rounded = model[0].weight.detach().clone()
+    for _ in range(200):
+        loss = _loss(model, 0)
+        loss.backward()
+        optimizer.add(loss.detach(), torch.tensor(1.0))
+        optimizer.step(1e-5, wants_stop=False)
+    assert model[0].weight.dtype == torch.bfloat16
+    assert model[0].weight.grad is None
+    moved = (optimizer.masters()["0.weight"] - first).abs().mean()
+    assert float(moved) > 4e-4
+    assert not torch.equal(model[0].weight, rounded)
+
+
+def test_state_goes_on_bit_by_bit(optimizer_of: Callable[..., Optimizer]) -> None:
+    def run(optimizer: Optimizer, model: nn.Module, steps: range) -> None:
+        for step in steps:
+            loss = _loss(model, step)
+            loss.backward()
+            optimizer.add(loss.detach(), torch.tensor(2.0))
+            optimizer.step(0.01, wants_stop=False)
+
+    whole, half, rest = _model(), _model(), _model()
+    one = optimizer_of(whole, OptimConfig())
+    run(one, whole, range(6))
+    two = optimizer_of(half, OptimConfig())
+    run(two, half, range(3))
+    kept = {name: tensor.clone() for name, tensor in two.state().items()}
+    three = optimizer_of(rest, OptimConfig())
+    three.load(kept)
+    run(three, rest, range(3, 6))
+    for name, tensor in one.state().items():
+        assert torch.equal(tensor, three.state()[name]), name
+
+
+def test_schedules_rise_hold_and_fall() -> None:
+    config = OptimConfig(lr=1.0, warmup=0.1, decay=0.2, min_lr_share=0.1)
+    rates = {
+        name: [learning_rate(step, 100, replace(config, schedule=name)) for step in range(101)]
+        for name in ("cosine", "linear", "wsd")
+    }
+    for rate in rates.values():
+        assert rate[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+        assert rate[10] == pytest.approx(1.0)
+        assert rate[100] == pytest.approx(0.1)
+        assert rate[10:] == sorted(rate[10:], reverse=True)
+    assert rates["cosine"][55] == pytest.approx(0.55)
+    assert rates["linear"][55] == pytest.approx(0.55)
+    assert rates["wsd"][80] == pytest.approx(1.0)
+    assert rates["wsd"][90] == pytest.approx(0.55)
+    # while following there may be more steps than the plan gave: the floor, never below
+    assert learning_rate(140, 100, config) == pytest.approx(0.1)

@@ -1,0 +1,56 @@
+"""What is refused before anything large is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import LossConfig, Run
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train.preflight import check_stores, rehearse
+from dflash_pipeline.train.shape import DrafterShape
+
+
+def test_every_kind_of_drafter_is_rehearsed(
+    train_run: Callable[..., Run], place: Place, shape: DrafterShape
+) -> None:
+    run = replace(train_run(), loss=LossConfig(ce=0.5, kl=0.5, temperature=2.0))
+    for block_size, window in ((2, 0), (16, 0), (10, 6)):
+        kinds = ("sliding_attention",) * 4 + ("full_attention",) if window else shape.layer_types
+        changed = replace(
+            shape,
+            block_size=block_size,
+            num_layers=len(kinds),
+            layer_types=kinds,
+            sliding_window=window,
+            final_logit_softcapping=30.0,
+        )
+        rehearse(run, changed, place)
+
+
+def test_numbers_that_overflow_are_found(
+    train_run: Callable[..., Run], place: Place, shape: DrafterShape
+) -> None:
+    run = replace(train_run(), loss=LossConfig(kl=1.0, temperature=1e-45))
+    with pytest.raises(ValueError, match="rehearsal"):
+        rehearse(run, shape, place)
+
+
+def test_stores_of_different_targets_are_refused_with_the_differences(
+    train_run: Callable[..., Run], whole_store: Store
+) -> None:
+    other = Store(whole_store.path, None)
+    other.spec = replace(other.spec, tokenizer_hash="other")
+    with pytest.raises(UsageError, match="tokenizer_hash"):
+        check_stores(train_run(), [whole_store, other])
+
+
+def test_kl_needs_last_states(train_run: Callable[..., Run], whole_store: Store) -> None:
+    whole_store.spec = replace(whole_store.spec, last_mode="none")
+    run = replace(train_run(), loss=LossConfig(kl=1.0))
+    with pytest.raises(UsageError, match=r"loss\.kl is 1 .*store\.last_mode=bf16"):
+        check_stores(run, [whole_store])

@@ -1,0 +1,321 @@
+"""Replay walks a stored answer as decoding would: cycle by cycle, on a real store and target."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dflash_pipeline.capture.decoder import Decoder
+from dflash_pipeline.capture.target import Target
+from dflash_pipeline.store import open_store
+from dflash_pipeline.store.build import StoreBuilder, plan_lock
+from dflash_pipeline.store.lease import Leases
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.rows import bf16_bits, encode
+from dflash_pipeline.store.spec import Attributes, Layout, ShardId, StoreSpec
+from dflash_pipeline.store.table import build_table, teacher_positions, valid_anchors
+from dflash_pipeline.store.writer import StoreWriter
+from dflash_pipeline.train.decode import (
+    Answer,
+    Cycle,
+    LookupDrafting,
+    ModelDrafting,
+    Tally,
+    as_stored,
+    decode,
+    decode_plainly,
+)
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.lookup import PromptLookup
+from dflash_pipeline.train.mask import Visibility, attention
+from dflash_pipeline.train.replay import answer_runs, held_out, replay, replay_lookup, walk
+from dflash_pipeline.train.shape import DrafterShape
+
+VOCAB, WIDTH, NUM_NEW, LAYER_IDS = 64, 32, 28, (0, 2)
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+EOS = frozenset({7})
+
+
+def test_runs_are_the_supervised_stretches_cut_to_length() -> None:
+    mask_T = np.array([1, 1, 0, 0, 1, 1, 1, 0, 1], np.uint8)
+    # nothing stands before token 0: it cannot be the first token of an answer
+    assert answer_runs(mask_T, None) == [(1, 2), (4, 7), (8, 9)]
+    assert answer_runs(mask_T, 2) == [(1, 2), (4, 6), (8, 9)]
+    assert answer_runs(np.zeros(3, np.uint8), None) == []
+
+
+def test_the_next_anchor_is_the_last_one_and_what_was_accepted_and_one() -> None:
+    ids = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    asked = []
+
+    def propose(anchor: int) -> list[int]:
+        asked.append(anchor)
+        right = {2: 2, 5: 0, 6: 3}[anchor]
+        return [ids[anchor + 1 + k] if k < right and anchor + 1 + k < 9 else 0 for k in range(3)]
+
+    # tokens 2..8: 2 is the prefill's own, 6 are kept in 3 cycles, the last is cut at the end
+    assert walk(ids, 2, 9, propose) == [Cycle(3, 2), Cycle(1, 0), Cycle(2, 2)]
+    assert asked == [2, 5, 6]
+    assert walk(ids, 2, 3, propose) == []
+
+
+@dataclass(frozen=True)
+class World:
+    """A tiny target, its greedy answers, a store of them, a drafter that knows them a little."""
+
+    decoder: Decoder
+    prompts: list[torch.Tensor]
+    answers: list[Answer]
+    store: Store
+    drafter: Drafter
+    head: TargetHead
+    shape: DrafterShape
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # the store keeps embedding and head in bf16
+            parameter.copy_(parameter.bfloat16())
+    target = Target(model, LAYER_IDS)
+    decoder = Decoder(Target(model, ()), LAYER_IDS)
+    prompts = [torch.randint(8, VOCAB, (length,)) for length in (3, 9, 17, 5)]
+    answers = [decode_plainly(decoder, prompt_T, NUM_NEW, EOS) for prompt_T in prompts]
+    path = tmp_path_factory.mktemp("replay") / "store"
+    store = build_store(path, target, prompts, answers)
+    shape = drafter_of()
+    head = TargetHead.from_store(store, shape, "cpu", torch.float32)
+    return World(decoder, prompts, answers, store, overfitted(store, head, shape), head, shape)
+
+
+def build_store(
+    path: Path, target: Target, prompts: list[torch.Tensor], answers: list[Answer]
+) -> Store:
+    spec = StoreSpec(
+        format=1,
+        target_id="tiny",
+        target_hash="0",
+        target_dtype="fp32",
+        quantisation="",
+        layer_ids=LAYER_IDS,
+        num_target_layers=5,
+        hidden_size=WIDTH,
+        vocab_size=VOCAB,
+        hidden_mode="bf16",
+        last_mode="none",
+        last_rows="teacher",
+        calibration_hash="",
+        tokenizer_hash="0",
+        template_hash="0",
+        template_args="{}",
+        max_len=64,
+        overlong="truncate",
+    )
+    num = len(prompts)
+    layout = Layout(
+        rows_per_shard=256,
+        chunk_rows=256,
+        token_budget=64,
+        pad_multiple=1,
+        bucket_bounds=(64,),
+        num_shards=(1,),
+        num_samples_per_shard_max=(num,),
+        seed=0,
+    )
+    ids = [
+        np.array([*prompt.tolist(), *answer.tokens], np.uint32)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    masks = [
+        (np.arange(len(ids_T)) >= len(prompt)).astype(np.uint8)
+        for ids_T, prompt in zip(ids, prompts, strict=True)
+    ]
+    zeros = np.zeros(num, np.int64)
+    columns: dict[str, Any] = dict.fromkeys(("source", "bucket", "shard", "domain"), zeros)
+    columns |= {
+        "source_row": np.arange(num),
+        "split": np.array([1, 0, 1, 1]),
+        "num_tokens": [len(ids_T) for ids_T in ids],
+        "num_teacher": [len(teacher_positions(mask_T, "teacher")) for mask_T in masks],
+        "num_anchors": [len(valid_anchors(mask_T)) for mask_T in masks],
+        "token_hash": zeros,
+        "batch": np.arange(num),
+    }
+    table = build_table([f"s{i}" for i in range(num)], columns, layout, ["text"], ["file"])
+    attributes = Attributes(data_hash="0", mask_token_id=VOCAB - 1, dropped={}, run={})
+    matrices = [
+        bf16_bits(module.weight.detach().numpy())
+        for module in (target.model.get_input_embeddings(), target.head)
+    ]
+    with (
+        plan_lock(path, wait_s=1),
+        StoreBuilder(path, spec, layout, table, attributes) as builder,
+    ):
+        builder.write_target(*matrices, {"config.json": json.dumps(CONFIG).encode()})
+        builder.write_tokens(ShardId(0, 0), np.concatenate(ids), np.concatenate(masks))
+        store = builder.publish()
+    with (
+        Leases(path, layout, heartbeat_s=10, hung_s=60) as leases,
+        StoreWriter(store, leases, depth=2) as writer,
+    ):
+        lease = leases.claim(store.is_open, max_failures=1)
+        assert lease is not None
+        writer.begin(lease)
+        for ids_T in ids:
+            hidden_KBTH, _ = target.forward(torch.from_numpy(ids_T.astype(np.int64))[None])
+            feature_TKH = torch.stack([hidden[0] for hidden in hidden_KBTH], dim=1).numpy()
+            writer.put(encode(feature_TKH, "bf16"), None, lambda: None)
+        writer.finish(np.ones(2, np.float32), np.zeros(2, np.uint32), {}, halved=False)
+        writer.commit()
+    return open_store(path)
+
+
+def drafter_of() -> DrafterShape:
+    return DrafterShape(
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=VOCAB,
+        block_size=5,
+        mask_token_id=VOCAB - 1,
+        layer_ids=LAYER_IDS,
+        num_target_layers=5,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_position_embeddings=128,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=12,
+        input_embedding_scale=1.0,
+        output_multiplier=1.0,
+        final_logit_softcapping=0.0,
+        init_std=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def overfitted(store: Store, head: TargetHead, shape: DrafterShape) -> Drafter:
+    """Enough steps on the stored answers that some drafts are accepted and some are not."""
+    drafter = Drafter(shape)
+    drafter.initialise(seed=0)
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=3e-3)
+    slots = torch.arange(shape.block_size)
+    for step in range(60):
+        sample = store.sample(step % 4)
+        ids_T = torch.from_numpy(sample.ids_T.astype(np.int64))
+        anchor_A = torch.from_numpy(valid_anchors(sample.mask_T))
+        position_AS = anchor_A[:, None] + slots
+        ids_AS = torch.full_like(position_AS, shape.mask_token_id)
+        ids_AS[:, 0] = ids_T[anchor_A]
+        visibility = Visibility(
+            anchor_A=anchor_A.int(),
+            start_A=torch.zeros_like(anchor_A).int(),
+            num_context=len(ids_T),
+            block_size=shape.block_size,
+            window=shape.sliding_window,
+        )
+        hidden_QH = drafter(
+            drafter.context(torch.from_numpy(sample.hidden_TKH)),
+            torch.arange(len(ids_T)),
+            head.embed(ids_AS.flatten()),
+            position_AS.flatten(),
+            attention(visibility, shape.layer_types),
+        )
+        label_Q = functional.pad(ids_T, (0, shape.block_size), value=-100)[position_AS].flatten()
+        label_Q[:: shape.block_size] = -100
+        loss = functional.cross_entropy(head.logits(hidden_QH), label_Q, ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter.requires_grad_(False)
+
+
+def test_replay_takes_decodings_own_cycles(world: World) -> None:
+    def rounding(feature_NKH: torch.Tensor) -> torch.Tensor:
+        return as_stored(feature_NKH, world.store.spec.hidden_mode)
+
+    drafting = ModelDrafting(world.drafter, world.head, rounding)
+    sum_kept = 0
+    for index, (prompt_T, plain) in enumerate(zip(world.prompts, world.answers, strict=True)):
+        answer = decode(world.decoder, drafting, prompt_T, NUM_NEW, EOS)
+        assert answer.tokens == plain.tokens
+        decoded = Tally(num_drafts=4)
+        decoded.add(answer.cycles)
+        replayed = replay(world.store, [index], world.drafter, world.head, world.shape, None)
+        assert replayed == decoded
+        sum_kept += sum(cycle.accepted > 0 for cycle in answer.cycles)
+    # else the test would hold for any drafter
+    assert sum_kept > 10
+
+
+def test_replay_cuts_answers_as_decoding_does(world: World) -> None:
+    drafting = ModelDrafting(world.drafter, world.head, lambda f: as_stored(f, "bf16"))
+    for max_new_tokens in (1, 2, 11):
+        decoded = Tally(num_drafts=4)
+        for prompt_T in world.prompts:
+            answer = decode(world.decoder, drafting, prompt_T, max_new_tokens, EOS)
+            decoded.add(answer.cycles)
+        samples = range(len(world.prompts))
+        found = replay(world.store, samples, world.drafter, world.head, world.shape, max_new_tokens)
+        assert found == decoded
+
+
+def test_lookup_replays_its_decoding(world: World) -> None:
+    decoded = Tally(num_drafts=4)
+    for prompt_T in world.prompts:
+        drafting = LookupDrafting(PromptLookup(4, 2))
+        decoded.add(decode(world.decoder, drafting, prompt_T, NUM_NEW, EOS).cycles)
+    assert replay_lookup(world.store, range(4), 4, 2, None) == decoded
+    assert decoded.num_kept > decoded.num_cycles
+
+
+def test_a_layer_that_is_not_its_own_lowers_acceptance(world: World) -> None:
+    """The walk reads the drafter's layers, not the store's first ones."""
+    shape = drafter_of()
+    right = replay(world.store, range(4), world.drafter, world.head, shape, None)
+    swapped = Drafter(shape)
+    swapped.load_state_dict(world.drafter.state_dict())
+    swapped.fc[0].weight.data, swapped.fc[1].weight.data = (
+        swapped.fc[1].weight.data,
+        swapped.fc[0].weight.data,
+    )
+    wrong = replay(world.store, range(4), swapped, world.head, shape, None)
+    assert wrong.tau < right.tau
+
+
+def test_held_out_samples_come_in_the_order_of_their_hash(world: World) -> None:
+    chosen = held_out(world.store)
+    assert sorted(chosen) == [0, 2, 3]
+    ids = world.store.table.sample_id[chosen].tolist()
+    assert ids == sorted(ids)

@@ -1,0 +1,165 @@
+"""One batch through the drafter: packing and padding change nothing, and nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import LossConfig, OptimConfig, TrainConfig
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.feed import Batch
+from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.loss import Teacher
+from dflash_pipeline.train.metrics import Metrics, Summary
+from dflash_pipeline.train.optim import Optimizer
+from dflash_pipeline.train.ring import Ring, Sizes
+from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.step import learn, score
+
+CONFIG = TrainConfig(batch_tokens=1024, batch_anchors=64, anchors_per_sample=8)
+LOSS = LossConfig(ce=0.5, kl=0.5, position_chunk=20)
+BatchOf = Callable[[list[int]], "contextmanager[Batch]"]
+
+
+@pytest.fixture
+def batch_of(whole_store: Store) -> Callable[..., BatchOf]:
+    """Batches of the store's samples, padded or not, on a device."""
+
+    def make(
+        shape: DrafterShape, padded: bool, device: torch.device, dtype: torch.dtype
+    ) -> BatchOf:
+        sizes = Sizes.of(CONFIG, whole_store.spec, shape, True, padded)
+        ring = Ring(sizes, 2, device, dtype, poison=True)
+
+        @contextmanager
+        def lend(samples: list[int]) -> Iterator[Batch]:
+            slot = ring.free_slot()
+            assert slot is not None
+            slot.wait_until_copied()
+            tokens, first, first_last = [], 0, 0
+            for sample in samples:
+                ids_T, mask_T = whole_store.tokens(sample)
+                num_last = int(whole_store.table.num_teacher[sample])
+                whole_store.read_into(
+                    sample,
+                    slot.hidden_NKZ[first : first + len(ids_T)],
+                    slot.last_MZ[first_last : first_last + num_last],
+                )
+                first, first_last = first + len(ids_T), first_last + num_last
+                tokens.append(Tokens(sample, ids_T, mask_T))
+            blocks = pack_blocks(
+                tokens,
+                quota=8,
+                seed=0,
+                epoch=0,
+                block_size=shape.block_size,
+                weight_S=slot_weights(shape.block_size, 4.0),
+                last_rows="teacher",
+            )
+            slot.write(blocks, LOSS.position_chunk)
+            with ring.on_device(slot) as lent:
+                states = lent.last_MH.index_select(0, lent.teacher_U)
+                yield Batch(
+                    lent.feature_NKH,
+                    lent.position_N,
+                    lent.anchor_A,
+                    lent.start_A,
+                    lent.token_A,
+                    lent.row_R,
+                    lent.slot_R,
+                    lent.label_R,
+                    lent.weight_R,
+                    Teacher(states, lent.teacher_index_R, slot.spans),
+                    len(blocks.anchor_A),
+                    np.array(samples),
+                )
+
+        return lend
+
+    return make
+
+
+def _samples(store: Store) -> list[int]:
+    return np.flatnonzero(store.table.num_anchors > 0)[:6].tolist()
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_packing_and_padding_change_neither_loss_nor_gradient(
+    window: int, whole_store: Store, shape: DrafterShape, batch_of: Callable[..., BatchOf]
+) -> None:
+    if window:
+        kinds = ("sliding_attention", "full_attention")
+        shape = replace(shape, layer_types=kinds, sliding_window=window)
+    samples = _samples(whole_store)
+    head = TargetHead.from_store(whole_store, shape, "cpu", torch.float32)
+    ways = [(False, [[sample] for sample in samples]), (False, [samples]), (True, [samples])]
+    results = []
+    for padded, batches in ways:
+        drafter = Drafter(shape)
+        drafter.initialise(0)
+        lend = batch_of(shape, padded, torch.device("cpu"), torch.float32)
+        total = 0.0
+        for members in batches:
+            with lend(members) as batch:
+                assert len(batch.anchor_A) == (64 if padded else batch.num_blocks)
+                loss, _ = score(batch, drafter, head, LOSS)
+                loss.backward()
+                total += float(loss.detach())
+        grads = [parameter.grad.clone() for parameter in drafter.parameters()]
+        results.append((total, grads))
+    for total, grads in results[1:]:
+        assert total == pytest.approx(results[0][0], rel=1e-5)
+        for one, two in zip(grads, results[0][1], strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_steps_on_cuda_wait_for_nothing_compile_once_and_equal_the_cpu(
+    whole_store: Store, shape: DrafterShape, batch_of: Callable[..., BatchOf], place: Place
+) -> None:
+    kinds = ("sliding_attention", "full_attention")
+    shape = replace(shape, head_dim=16, layer_types=kinds, sliding_window=40, block_size=16)
+
+    def trained(device: torch.device) -> tuple[Summary, dict[str, torch.Tensor]]:
+        drafter = Drafter(shape)
+        drafter.initialise(0)
+        drafter.to(device)
+        optimizer = Optimizer(
+            drafter.named_parameters(), OptimConfig(clip=0.5), Group(place, 5.0), 50, torch.float32
+        )
+        head = TargetHead.from_store(whole_store, shape, device, torch.float32)
+        metrics = Metrics(shape.block_size, device)
+        lend = batch_of(shape, device.type == "cuda", device, torch.float32)
+        samples = _samples(whole_store)
+        rounds = [samples[:2], samples[:6], samples[:1], samples[2:5], samples[:4]]
+        compiled = -1
+        for repeat in range(5):
+            for members in rounds:
+                with lend(members) as batch:
+                    learn(batch, drafter, head, LOSS, optimizer, metrics)
+                optimizer.step(1e-3, wants_stop=False)
+            if device.type == "cuda" and repeat == 0:
+                compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("default")
+        if compiled >= 0:
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+        assert optimizer.health(optimizer.vector().cpu()).num_bad == 0
+        return metrics.summary(metrics.sums.cpu()), optimizer.masters()
+
+    summary, masters = trained(torch.device("cuda"))
+    wanted, wanted_masters = trained(torch.device("cpu"))
+    assert summary.ce == pytest.approx(wanted.ce, rel=1e-2)
+    for name, master in wanted_masters.items():
+        torch.testing.assert_close(masters[name].cpu(), master, rtol=5e-2, atol=5e-3)

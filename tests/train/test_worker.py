@@ -1,0 +1,252 @@
+"""Whole training runs on the CPU: resume, ranks, following, stopping."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.launch import launch
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train import worker
+from dflash_pipeline.train.follow import Draw
+from dflash_pipeline.train.journal import Journal
+
+# torch 2.11 warns about its own use of deprecated calls when it compiles
+WARNS = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+NEW: dict[str, object] = {"resume": False}
+AGAIN: dict[str, object] = {"resume": True}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(worker.POISON_VARIABLE, "1")
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> dict[int, Draw]:
+    """Each step's draw, as runs of this process make them."""
+    draws: dict[int, Draw] = {}
+    before = Journal.note
+
+    def note(self: Journal, step: int, draw: Draw) -> None:
+        draws[step] = draw
+        before(self, step, draw)
+
+    monkeypatch.setattr(Journal, "note", note)
+    return draws
+
+
+def _elsewhere(run: Run, place: Place, tmp_path: Path, name: str) -> tuple[Run, Place]:
+    out = tmp_path / name
+    train = replace(run.train, out=str(out))
+    return replace(run, train=train), replace(place, log_dir=str(out / "logs"))
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
+
+
+def test_a_run_learns_and_leaves_a_whole_run_directory(
+    whole_store: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> None:
+    run = replace(train_run(epochs=6, validate_every=20), loss=LossConfig(ce=0.5, kl=0.5))
+    worker.main(run, place, NEW)
+    out = tmp_path / "out"
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < losses[0]
+    taus = [record["tau"] for record in records if "tau" in record]
+    assert min(taus) >= 1.0
+    assert (out / "last").is_symlink()
+    assert (out / "best" / "model.safetensors").is_file()
+    assert json.loads((out / "run.json").read_text())["run"]["train"]["epochs"] == 6
+    assert any((out / "tensorboard").iterdir())
+    assert not list(out.glob(".*"))
+    with pytest.raises(UsageError, match="not empty"):
+        worker.main(run, place, NEW)
+    # another run may begin from it, if the drafter is the same
+    second = replace(run, train=replace(run.train, init_from=str(out), max_steps=1))
+    worker.main(*_elsewhere(second, place, tmp_path, "second"), NEW)
+    other = replace(second, drafter=replace(run.drafter, num_layers=3))
+    with pytest.raises(UsageError, match=r"layers\.2\..*missing"):
+        worker.main(*_elsewhere(other, place, tmp_path, "third"), NEW)
+
+
+def test_a_killed_run_goes_on_bit_by_bit(
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = train_run(max_steps=12, epochs=9, save_every=7, log_every=3)
+    worker.main(*_elsewhere(run, place, tmp_path, "whole"), NEW)
+    before = Journal.note
+
+    def dies(self: Journal, step: int, draw: Draw) -> None:
+        if step == 10:
+            raise MemoryError
+        before(self, step, draw)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", dies)
+        with pytest.raises(MemoryError):
+            worker.main(run, place, NEW)
+    out = tmp_path / "out"
+    assert [path.name for path in out.glob("step-*")] == ["step-00000007"]
+    worker.main(run, place, AGAIN)
+    wanted, found = _files(tmp_path / "whole" / "last"), _files(out / "last")
+    assert sorted(found) == sorted(wanted)
+    assert found == wanted
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [3, 6, 9, 12]
+
+
+def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on_bit_by_bit(
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = train_run(max_steps=8)
+    worker.main(*_elsewhere(run, place, tmp_path, "whole"), NEW)
+    before = Journal.note
+
+    def signals(self: Journal, step: int, draw: Draw) -> None:
+        before(self, step, draw)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", signals)
+        with pytest.raises(KeyboardInterrupt):
+            worker.main(run, place, NEW)
+    out = tmp_path / "out"
+    assert (out / "last").readlink() == Path("step-00000005")
+    worker.main(run, place, AGAIN)
+    assert _files(out / "last") == _files(tmp_path / "whole" / "last")
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=WARNS)])
+def test_two_ranks_do_what_one_does_with_twice_the_window(
+    kind: Literal["cpu", "cuda"],
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+) -> None:
+    if kind == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    # FlexAttention takes no head narrower than 16
+    drafter = DrafterConfig(num_layers=2, block_size=4, head_dim=16)
+    one = replace(train_run(epochs=2, accumulate=2, dtype="fp32"), drafter=drafter)
+    worker.main(one, replace(place, kind=kind, device="cuda:0" if kind == "cuda" else "cpu"), NEW)
+    two, elsewhere = _elsewhere(one, place, tmp_path, "two")
+    # an odd number of batches: the last step of an epoch leaves one rank without data
+    two = replace(two, train=replace(two.train, accumulate=1))
+    devices = Devices(kind=kind, ids=(0, 1))
+    entry = "dflash_pipeline.train.worker:main"
+    code = launch(entry, two, devices, "train", elsewhere.log_dir, NEW)
+    assert code == 0
+    states = [
+        load_file(tmp_path / name / "last" / "state" / "state.safetensors")
+        for name in ("out", "two")
+    ]
+    assert float(states[0]["step"]) == float(states[1]["step"]) > 4
+    for name, tensor in states[0].items():
+        if name.startswith("master"):
+            torch.testing.assert_close(tensor, states[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_run_follows_a_store_that_is_being_captured(
+    tiny: Any,
+    train_plan: Any,
+    growing_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    noted: dict[int, Draw],
+) -> None:
+    run = train_run(epochs=2)
+    with pytest.raises(UsageError, match="still being captured and --no-follow"):
+        worker.main(replace(run, train=replace(run.train, follow=False)), place, NEW)
+
+    def capture() -> None:
+        tiny.capture(train_plan, growing_store, pause_s=0.1)
+        growing_store.seal()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    worker.main(run, place, NEW)
+    thread.join()
+    drawn = [batch for draw in noted.values() if draw.epoch == 0 for batch in draw.batches]
+    places = np.concatenate(drawn)
+    assert sorted(places.tolist()) == list(range(len(places)))
+    assert (tmp_path / "out" / "order").is_file()
+    log = (tmp_path / "out" / "logs" / "train-0.log").read_text()
+    assert "waiting for shards" in log
+
+
+def test_steps_that_are_not_finite_are_named_and_end_the_run_in_time(
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = train_run(max_bad_steps=3, log_every=2)
+    before = worker.learn
+
+    def spoiled(batch: Any, *others: Any) -> None:
+        before(replace(batch, feature_NKH=batch.feature_NKH * float("nan")), *others)
+
+    monkeypatch.setattr(worker, "learn", spoiled)
+    with pytest.raises(ValueError, match="not finite in 4 steps in a row"):
+        worker.main(run, place, NEW)
+    log = (tmp_path / "out" / "logs" / "train-0.log").read_text()
+    assert "step 1: loss or gradient not finite, step skipped; samples sample-" in log
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_is_written(
+    whole_store: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> None:
+    run = train_run(batch_tokens=100)
+    with pytest.raises(UsageError, match=r"train\.batch_tokens"):
+        worker.main(run, place, NEW)
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_a_run_on_cuda_learns_and_goes_on(
+    whole_store: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> None:
+    run = replace(train_run(epochs=6, validate_every=20), loss=LossConfig(ce=0.5, kl=0.5))
+    drafter = replace(run.drafter, head_dim=16, block_size=16, layer_ids=(1, 5))
+    run = replace(run, drafter=drafter)
+    place = replace(place, kind="cuda", device="cuda:0")
+    worker.main(run, place, NEW)
+    out = tmp_path / "out"
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < losses[0]
+    assert min(record["tau"] for record in records if "tau" in record) >= 1.0
+    worker.main(run, place, AGAIN)

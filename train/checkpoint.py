@@ -1,0 +1,244 @@
+"""The run directory: what a run was told, and checkpoints that are whole or not there.
+
+A checkpoint is a drafter that servers load (z-lab layout, bf16) with `state/` inside, the fp32
+masters, moments and position. It is written under another name, synced, and renamed: whatever is
+called `step-...` is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.load import differences, from_dict, to_dict
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train.export import write_zlab
+from dflash_pipeline.train.order import Position
+from dflash_pipeline.train.shape import DrafterShape
+
+RUN_FILE = "run.json"
+_STATE = "state"
+_STEP_NAME = re.compile(r"step-(\d{8,})")
+# what may change between a run and its continuation: it decides no parameter's value
+_FREE = (
+    "out",
+    "stores",
+    "init_from",
+    "follow",
+    "log_every",
+    "save_every",
+    "keep",
+    "validate_every",
+    "validate_samples",
+    "max_bad_steps",
+    "timeout_s",
+)
+# files that stand in a run directory before the run begins
+_NOT_A_RUN = {"logs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run is, and what it has reached."""
+
+    step: int
+    """Optimizer steps done."""
+    position: Position
+    best_tau: float
+    """Of the best validation so far; 0: none."""
+    best_step: int
+
+
+def begin(out: Path, run: Run, stores: Sequence[Store], resume: bool) -> None:
+    """Rank 0, before anything is written: is OUT free, or is it this very run?
+
+    UsageError for a non-empty OUT without `resume`, and for each setting or store that differs.
+    """
+    record = out / RUN_FILE
+    if not resume:
+        found = sorted({path.name for path in out.glob("*")} - _NOT_A_RUN)
+        if found:
+            raise UsageError(
+                f"{out} is not empty (it holds {found[0]}): go on with it by --resume, or name "
+                "another --out"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        _write_json(record, _description(run, stores))
+        return
+    if not record.is_file():
+        raise UsageError(
+            f"{out} holds no {RUN_FILE}: there is no run to resume, leave --resume out"
+        )
+    before = json.loads(record.read_text())
+    recorded = from_dict(before["run"])
+    kept = {name: getattr(recorded.train, name) for name in _FREE}
+    now = replace(run, train=replace(run.train, **kept))
+    changed = differences(recorded, now, ("drafter", "loss", "optim", "train"))
+    changed += _store_changes(before["stores"], _store_records(run, stores))
+    if changed:
+        raise UsageError(
+            f"{out} was begun with other settings ({'; '.join(changed)}): set them back, or begin "
+            "a new run with another --out"
+        )
+
+
+def _description(run: Run, stores: Sequence[Store]) -> dict[str, Any]:
+    return {
+        "run": to_dict(run),
+        "stores": _store_records(run, stores),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def _store_records(run: Run, stores: Sequence[Store]) -> list[dict[str, Any]]:
+    texts = run.train.stores or (run.store.path,)
+    return [
+        {
+            "name": text,
+            "plan_hash": store.plan_hash,
+            "identity": store.spec.to_dict(),
+        }
+        for text, store in zip(texts, stores, strict=True)
+    ]
+
+
+def _store_changes(
+    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """A store may have moved; its plan and identity may not have changed."""
+    if len(before) != len(now):
+        return [f"number of stores: {len(before)}, now {len(now)}"]
+    return [
+        f"store {index} ({then['name']}): another {what} at {here['name']}"
+        for index, (then, here) in enumerate(zip(before, now, strict=True))
+        for what in ("plan_hash", "identity")
+        if json.dumps(then[what], sort_keys=True) != json.dumps(here[what], sort_keys=True)
+    ]
+
+
+def step_directory(out: Path, step: int) -> Path:
+    return out / f"step-{step:08d}"
+
+
+def save(
+    out: Path,
+    shape: DrafterShape,
+    masters: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    progress: Progress,
+) -> Path:
+    """Write OUT/step-..., whole or not at all, and let OUT/last point to it."""
+    final = step_directory(out, progress.step)
+    aside = out / f".{final.name}"
+    # left by a process that died while writing
+    shutil.rmtree(aside, ignore_errors=True)
+    write_zlab(aside, shape, masters)
+    folder = aside / _STATE
+    folder.mkdir()
+    tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    tensors["rng"] = torch.get_rng_state()
+    save_file(tensors, folder / "state.safetensors")
+    _write_json(folder / "state.json", asdict(progress))
+    for path in (folder / "state.safetensors", folder, aside):
+        _sync(path)
+    if final.exists():
+        # the same step again, after a resume from an earlier one
+        old = out / f".{final.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        aside.rename(final)
+        shutil.rmtree(old)
+    else:
+        aside.rename(final)
+    _sync(out)
+    point(out, "last", final)
+    return final
+
+
+def load(path: Path, device: torch.device) -> tuple[Progress, dict[str, Tensor]]:
+    """`state/` of a checkpoint; restores torch's CPU generator."""
+    folder = path / _STATE
+    entry = json.loads((folder / "state.json").read_text())
+    entry["position"] = Position(**entry["position"])
+    tensors = load_file(folder / "state.safetensors", device=str(device))
+    torch.set_rng_state(tensors.pop("rng").cpu())
+    return Progress(**entry), tensors
+
+
+def newest(out: Path) -> Path | None:
+    """The checkpoint with the most steps; None: the run ended before its first."""
+    steps = _steps(out)
+    return steps[-1] if steps else None
+
+
+def _steps(out: Path) -> list[Path]:
+    found = [path for path in out.glob("step-*") if _STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def prune(out: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints and the best."""
+    best = out / "best"
+    spared = best.resolve() if best.is_symlink() else None
+    for path in _steps(out)[:-keep]:
+        if path.resolve() != spared:
+            # renamed first: half a checkpoint must not look like one
+            doomed = out / f".{path.name}.old"
+            shutil.rmtree(doomed, ignore_errors=True)
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def point(out: Path, name: str, to: Path) -> None:
+    """A relative link OUT/name, replaced in one step."""
+    aside = out / f".{name}"
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(to.name)
+    os.replace(aside, out / name)
+    _sync(out)
+
+
+def trim_metrics(path: Path, step: int) -> None:
+    """Drop the lines of steps that a resumed run will do again, and a line that a kill tore."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    aside = path.with_name(f".{path.name}")
+    aside.write_text("".join(kept))
+    os.replace(aside, path)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    aside = path.with_name(f".{path.name}")
+    with aside.open("w") as file:
+        json.dump(content, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

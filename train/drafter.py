@@ -1,0 +1,245 @@
+"""The network and only the network: a Qwen3 stack whose keys and values begin with the target.
+
+Its one trap: the context is the *same* tensor for every layer. It passes through `fc` and
+`hidden_norm` once and through no layer's input norm; only keys and values are made of it.
+
+Shape letters: N packed tokens, K captured layers, H hidden, Q = anchors x slots, S slots of one
+block, E query heads, G key/value heads, D width of a head.
+Contract: arXiv 2602.06036 and z-lab's `dflash/model.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_pipeline.train.rope import Rotary, rotate
+from dflash_pipeline.train.shape import SLIDING, DrafterShape
+
+Turn = tuple[Tensor, Tensor]
+
+
+class Attend(Protocol):
+    """Attention of drafted rows over [context ; their own block]; `train/mask.py` has both ways."""
+
+    def __call__(
+        self,
+        layer_type: str,
+        query_QED: Tensor,
+        context_key_NGD: Tensor,
+        context_value_NGD: Tensor,
+        block_key_QGD: Tensor,
+        block_value_QGD: Tensor,
+    ) -> Tensor:
+        """-> [Q, E, D]."""
+        ...
+
+
+class Norm(nn.Module):
+    """RMSNorm as Qwen3 writes it: normalised in fp32, rounded, then scaled by the weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._eps = eps
+
+    def forward(self, state: Tensor) -> Tensor:
+        wide = state.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        return self.weight * (wide * inverse).to(state.dtype)
+
+
+def _linear(size_in: int, size_out: int) -> nn.Linear:
+    return nn.Linear(size_in, size_out, bias=False)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: DrafterShape, layer_type: str) -> None:
+        super().__init__()
+        self.layer_type = layer_type
+        self.head_dim = shape.head_dim
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = _linear(shape.hidden_size, query)
+        self.k_proj = _linear(shape.hidden_size, key)
+        self.v_proj = _linear(shape.hidden_size, key)
+        self.o_proj = _linear(query, shape.hidden_size)
+        self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+
+    def key_value(self, state_NH: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """Keys (normed, turned) and values [N, G, D] of context or block: the same for both."""
+        key_NGD = self.k_proj(state_NH).unflatten(-1, (-1, self.head_dim))
+        value_NGD = self.v_proj(state_NH).unflatten(-1, (-1, self.head_dim))
+        return rotate(self.k_norm(key_NGD), turn), value_NGD
+
+    def query(self, state_QH: Tensor, turn: Turn) -> Tensor:
+        query_QED = self.q_proj(state_QH).unflatten(-1, (-1, self.head_dim))
+        return rotate(self.q_norm(query_QED), turn)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.gate_proj = _linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = _linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = _linear(shape.intermediate_size, shape.hidden_size)
+
+    def forward(self, state_QH: Tensor) -> Tensor:
+        gated: Tensor = F.silu(self.gate_proj(state_QH)) * self.up_proj(state_QH)
+        down: Tensor = self.down_proj(gated)
+        return down
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: DrafterShape, layer_type: str) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape, layer_type)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = SwiGLU(shape)
+
+    def forward(
+        self,
+        block_QH: Tensor,
+        turn_Q: Turn,
+        context_key_NGD: Tensor,
+        context_value_NGD: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        attention = self.self_attn
+        normed_QH = self.input_layernorm(block_QH)
+        mixed_QED = attend(
+            attention.layer_type,
+            attention.query(normed_QH, turn_Q),
+            context_key_NGD,
+            context_value_NGD,
+            *attention.key_value(normed_QH, turn_Q),
+        )
+        block_QH = block_QH + attention.o_proj(mixed_QED.flatten(-2))
+        mixed_QH: Tensor = self.mlp(self.post_attention_layernorm(block_QH))
+        return block_QH + mixed_QH
+
+
+class Drafter(nn.Module):
+    """Features of the context and embedded blocks -> hidden states for the target's own head.
+
+    Parameter names are z-lab's, except that `fc` is one matrix a captured layer (joined on export).
+    """
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.ModuleList(
+            _linear(shape.hidden_size, shape.hidden_size) for _ in shape.layer_ids
+        )
+        self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(shape, layer_type) for layer_type in shape.layer_types)
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.rotary = Rotary(
+            shape.head_dim, shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings
+        )
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Matrices ~ normal(0, init_std), norms 1; drawn on the CPU, so alike on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            drawn = torch.empty(parameter.shape, dtype=torch.float32)
+            drawn.normal_(0.0, self.shape.init_std, generator=generator)
+            parameter.copy_(drawn)
+
+    def context(self, feature_NKH: Tensor) -> Tensor:
+        """hidden_norm(sum_k W_k h_k) [N, H]; K products instead of one over a concatenation."""
+        first, *others = self.fc
+        mixed_NH: Tensor = first(feature_NKH[:, 0])
+        for index, other in enumerate(others, start=1):
+            assert isinstance(other, nn.Linear)
+            mixed_NH = torch.addmm(mixed_NH, feature_NKH[:, index], other.weight.t())
+        normed_NH: Tensor = self.hidden_norm(mixed_NH)
+        return normed_NH
+
+    def context_keys_values(
+        self, context_NH: Tensor, position_N: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's (key, value) [N, G, D] of the context; more rows are appended on axis 0."""
+        turn_N = self.rotary(position_N, context_NH.dtype)
+        return [layer.self_attn.key_value(context_NH, turn_N) for layer in self._layers()]
+
+    def forward(
+        self,
+        context_NH: Tensor,
+        position_N: Tensor,
+        block_QH: Tensor,
+        position_Q: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """All blocks of a batch at once -> hidden_QH after the final norm."""
+        turn_Q = self.rotary(position_Q, block_QH.dtype)
+        keys_values = self.context_keys_values(context_NH, position_N)
+        for layer, (key_NGD, value_NGD) in zip(self._layers(), keys_values, strict=True):
+            block_QH = layer(block_QH, turn_Q, key_NGD, value_NGD, attend)
+        normed_QH: Tensor = self.norm(block_QH)
+        return normed_QH
+
+    def draft(
+        self,
+        keys_values: Sequence[tuple[Tensor, Tensor]],
+        block_SH: Tensor,
+        position_S: Tensor,
+    ) -> Tensor:
+        """One block after its whole context -> hidden_SH after the final norm.
+
+        `keys_values` hold the consecutive positions up to position_S[0] - 1.
+        """
+        turn_S = self.rotary(position_S, block_SH.dtype)
+        for layer, (key_NGD, value_NGD) in zip(self._layers(), keys_values, strict=True):
+            block_SH = layer(block_SH, turn_S, key_NGD, value_NGD, self._attend_all)
+        normed_SH: Tensor = self.norm(block_SH)
+        return normed_SH
+
+    def _attend_all(
+        self,
+        layer_type: str,
+        query_QED: Tensor,
+        context_key_NGD: Tensor,
+        context_value_NGD: Tensor,
+        block_key_QGD: Tensor,
+        block_value_QGD: Tensor,
+    ) -> Tensor:
+        """One block that may see its whole context, on sliding layers what the window leaves."""
+        num_context, num_slots = len(context_key_NGD), len(query_QED)
+        visible = None
+        if layer_type == SLIDING:
+            place = torch.arange(num_context + num_slots, device=query_QED.device)
+            own = place[num_context:, None]
+            visible = (place <= own) & (place >= own - (self.shape.sliding_window - 1))
+        return dense_attention(
+            query_QED,
+            torch.cat((context_key_NGD, block_key_QGD)),
+            torch.cat((context_value_NGD, block_value_QGD)),
+            visible,
+        )
+
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+
+def dense_attention(
+    query_QED: Tensor, key_MGD: Tensor, value_MGD: Tensor, visible_QM: Tensor | None
+) -> Tensor:
+    """Plain grouped-query attention under a boolean mask -> [Q, E, D]; None: all is visible."""
+    mixed = F.scaled_dot_product_attention(
+        query_QED.transpose(0, 1)[None],
+        key_MGD.transpose(0, 1)[None],
+        value_MGD.transpose(0, 1)[None],
+        attn_mask=visible_QM,
+        enable_gqa=True,
+    )
+    return mixed[0].transpose(0, 1)

@@ -1,0 +1,206 @@
+"""What the run says at a log line: one transfer from the device, then text, JSON and TensorBoard.
+
+Between log lines nothing here touches the device.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.train.feed import Feed
+from dflash_pipeline.train.follow import Draw
+from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.metrics import Metrics, Summary
+from dflash_pipeline.train.optim import Health, Optimizer
+from dflash_pipeline.train.order import Catalog
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_GIB = 1 << 30
+_NAMED_SAMPLES = 8
+# name on the terminal -> name in the record
+_SHOWN = {
+    "loss": "loss",
+    "tau_tf": "tau_tf",
+    "lr": "lr",
+    "tok_s": "tokens_per_s",
+    "rows_s": "draft_rows_per_s",
+    "wait": "wait_share",
+    "gib": "memory_gib",
+}
+
+
+class Journal:
+    """Rank 0 speaks for all; every rank names its own bad samples."""
+
+    def __init__(
+        self,
+        out: Path,
+        log: RunLog,
+        group: Group,
+        run: Run,
+        stores: Sequence[Store],
+        samples: Catalog,
+        num_steps: int,
+    ) -> None:
+        self._log, self._group, self._run = log, group, run
+        self._stores, self._samples, self._num_steps = stores, samples, num_steps
+        self._out = out
+        self._drawn: list[tuple[int, Draw]] = []
+        self._since = time.perf_counter()
+        self._board = _board(out / "tensorboard") if group.rank == 0 else None
+        self._is_waiting = False
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+    def waiting(self) -> None:
+        """The step needs shards that are not committed yet."""
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._log.state("waiting")
+            self._log.say("waiting for shards: the store is still being captured")
+
+    def note(self, step: int, draw: Draw) -> None:
+        """A step was done; its samples are kept until the device tells how it went."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._log.state("running")
+        self._drawn.append((step, draw))
+
+    @property
+    def has_steps(self) -> bool:
+        """Steps were done since the last line."""
+        return bool(self._drawn)
+
+    def line(
+        self, step: int, lr: float, metrics: Metrics, optimizer: Optimizer, feed: Feed
+    ) -> None:
+        """Say how the steps since the last line went. ValueError after too many bad steps."""
+        counts = feed.take_counts()
+        device = metrics.sums.device
+        host_sums = torch.tensor(
+            [counts.num_tokens, counts.num_blocks, counts.num_samples, counts.wait_s],
+            dtype=torch.float64,
+            device=device,
+        )
+        shared = torch.cat((metrics.sums, host_sums))
+        self._group.add_up(shared)
+        # the only wait for the device between two log lines
+        told = torch.cat((shared, optimizer.vector())).cpu()
+        metrics.clear()
+        summary = metrics.summary(told[: len(metrics.sums)])
+        health = optimizer.health(told[len(shared) :])
+        num_tokens, num_blocks, num_samples, wait_s = told[len(metrics.sums) : len(shared)].tolist()
+        now = time.perf_counter()
+        elapsed_s, self._since = now - self._since, now
+        loss = self._run.loss
+        record: dict[str, object] = {
+            "step": step,
+            "epoch": self._drawn[-1][1].epoch,
+            "loss": loss.ce * summary.ce + loss.kl * loss.temperature**2 * summary.kl,
+            "ce": summary.ce,
+            "kl": summary.kl,
+            "accuracy_by_slot": list(summary.accuracy_by_slot),
+            "accepted": summary.accepted,
+            "tau_tf": summary.tau,
+            "lr": lr,
+            "gradient_norm": health.gradient_norm,
+            "num_bad_steps": health.num_bad,
+            "tokens_per_s": num_tokens / elapsed_s,
+            "draft_rows_per_s": num_blocks * (len(summary.accuracy_by_slot) + 1) / elapsed_s,
+            "samples_per_s": num_samples / elapsed_s,
+            "wait_share": wait_s / self._group.world / elapsed_s,
+            "memory_gib": _memory_gib(device),
+            "host_memory_gib": _host_memory_gib(),
+            "time": time.time(),
+        }
+        self._tell(step, summary, record)
+        self._name_bad_steps(health)
+        self._drawn.clear()
+
+    def validated(self, step: int, tau: float, num_cycles: int, is_best: bool) -> None:
+        if self._group.rank != 0:
+            return
+        best = ", the best so far" if is_best else ""
+        self._log.say(f"step {step}: replay of held-out samples: tau {tau:.3f}{best}")
+        self._log.metrics(
+            {"step": step, "tau": tau, "num_cycles": num_cycles}, self._out / "metrics.jsonl"
+        )
+        if self._board is not None:
+            self._board.add_scalar("tau", tau, step)
+
+    def _tell(self, step: int, summary: Summary, record: dict[str, object]) -> None:
+        # JSON has no NaN: a number that is not finite is null, and not shown
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if isinstance(value, float) and math.isfinite(value)
+        }
+        plain = {
+            name: None if isinstance(value, float) and name not in numbers else value
+            for name, value in record.items()
+        }
+        shown = {"slot1": summary.accuracy_by_slot[0]}
+        shown |= {short: numbers[name] for short, name in _SHOWN.items() if name in numbers}
+        self._log.progress(step, max(self._num_steps, step), "steps", **shown)
+        if self._group.rank == 0:
+            self._log.metrics(plain, self._out / "metrics.jsonl")
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+            for slot, accuracy in enumerate(summary.accuracy_by_slot, start=1):
+                self._board.add_scalar(f"accuracy/slot{slot:02d}", accuracy, step)
+
+    def _name_bad_steps(self, health: Health) -> None:
+        for (step, draw), is_bad in zip(self._drawn, health.is_bad, strict=True):
+            if is_bad:
+                keys = [self._key(place) for batch in draw.batches for place in batch.tolist()]
+                more = f" and {len(keys) - _NAMED_SAMPLES} more" * (len(keys) > _NAMED_SAMPLES)
+                self._log.say(
+                    f"step {step}: loss or gradient not finite, step skipped; samples "
+                    f"{', '.join(keys[:_NAMED_SAMPLES])}{more}"
+                )
+        if health.longest_streak >= self._run.train.max_bad_steps:
+            raise ValueError(
+                f"loss or gradient was not finite in {health.longest_streak} steps in a row "
+                f"(train.max_bad_steps is {self._run.train.max_bad_steps}); the samples are named "
+                "in the logs: check the store with dflash verify --deep, or lower optim.lr"
+            )
+
+    def _key(self, place: int) -> str:
+        store = self._stores[int(self._samples.store_C[place])]
+        return store.table.key(int(self._samples.sample_C[place]))
+
+
+def _memory_gib(device: torch.device) -> float:
+    """Most device memory used so far; on a CPU the process's own."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GIB
+    return _host_memory_gib()
+
+
+def _host_memory_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+
+
+def _board(path: Path) -> SummaryWriter:
+    # tensorboard costs a second to import, and warns about its own dependencies
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(path))

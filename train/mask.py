@@ -1,0 +1,193 @@
+"""Who may see whom: the rule, its dense mask, and the block mask that needs no dense grid.
+
+A drafted row sees context rows of its own document strictly before its anchor, and its own block.
+On full layers a block sees all of itself; on sliding layers (z-lab's semantics) only slots up to
+the row's own, and nothing further back than window - 1 positions from the row itself.
+
+Keys are laid out [blocks ; context]: the rows of the blocks are a constant number, so nothing in
+the compiled mask depends on how much context a batch has.
+
+Shape letters: N context rows, A anchors, S slots, Q = A x S, M = Q + N keys, E query heads,
+G key/value heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from dflash_pipeline.train.drafter import Attend, dense_attention
+from dflash_pipeline.train.shape import SLIDING
+
+# rows and columns of a FlexAttention tile; context and drafted rows come in whole tiles on CUDA
+TILE = 128
+
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """The blocks of one batch. An anchor at its document's first row has no context: padding."""
+
+    anchor_A: Tensor
+    """Packed context row of each anchor, int32; ascending, padding last."""
+    start_A: Tensor
+    """Packed row at which the anchor's document begins, int32."""
+    num_context: int
+    block_size: int
+    window: int
+    """Positions that a row of a sliding layer sees, its own included."""
+
+    @property
+    def num_rows(self) -> int:
+        """Q."""
+        return len(self.anchor_A) * self.block_size
+
+    def context_range(self, layer_type: str) -> tuple[Tensor, Tensor]:
+        """First and one past the last context row that each drafted row sees, int32 [Q].
+
+        A row without context has the range [N, 0).
+        """
+        slot_S = torch.arange(self.block_size, dtype=torch.int32, device=self.anchor_A.device)
+        low_AS = self.start_A[:, None].expand(-1, self.block_size)
+        high_AS = self.anchor_A[:, None].expand(-1, self.block_size)
+        if layer_type == SLIDING:
+            low_AS = torch.maximum(low_AS, high_AS + slot_S - (self.window - 1))
+        is_empty = low_AS >= high_AS
+        low_Q = low_AS.masked_fill(is_empty, self.num_context).flatten()
+        return low_Q, high_AS.masked_fill(is_empty, 0).flatten()
+
+    def rule(self, layer_type: str) -> MaskRule:
+        """The mask as a function of (batch, head, drafted row, key), as FlexAttention wants it."""
+        low_Q, high_Q = self.context_range(layer_type)
+        num_rows, block_size, window = self.num_rows, self.block_size, self.window
+
+        def full(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            context = key - num_rows
+            is_own = (key < num_rows) & (key // block_size == row // block_size)
+            return ((context >= low_Q[row]) & (context < high_Q[row])) | is_own
+
+        def sliding(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            context = key - num_rows
+            is_own = (key // block_size == row // block_size) & (key <= row) & (key > row - window)
+            return ((context >= low_Q[row]) & (context < high_Q[row])) | is_own
+
+        return sliding if layer_type == SLIDING else full
+
+    def dense(self, layer_type: str) -> Tensor:
+        """The whole mask, bool [Q, M]: the truth that the block mask is compared with."""
+        device = self.anchor_A.device
+        row_Q = torch.arange(self.num_rows, device=device)
+        key_M = torch.arange(self.num_rows + self.num_context, device=device)
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        return self.rule(layer_type)(none, none, row_Q[:, None], key_M[None])
+
+    def block_mask(self, layer_type: str) -> flex.BlockMask:
+        """The same mask as FlexAttention's tiles, from the ranges alone.
+
+        Since anchors are sorted, a tile's rows see nearly the same context: most tiles are full.
+        Needs Q and N in whole tiles.
+        """
+        low_QT, high_QT = (bound.view(-1, TILE) for bound in self.context_range(layer_type))
+        tile = torch.arange(len(low_QT), dtype=torch.int32, device=low_QT.device)
+        first, last = tile * TILE, tile * TILE + TILE - 1
+        block_size = self.block_size
+        own_first = first // block_size * block_size
+        own_end = (last // block_size + 1) * block_size
+        own = (first < own_end[:, None]) & (last >= own_first[:, None])
+        begin = torch.arange(0, self.num_context, TILE, dtype=torch.int32, device=low_QT.device)
+        end = begin + TILE
+        is_full = (begin >= low_QT.amax(1)[:, None]) & (end <= high_QT.amin(1)[:, None])
+        is_seen = (end > low_QT.amin(1)[:, None]) & (begin < high_QT.amax(1)[:, None])
+        partial = torch.cat((own, is_seen & ~is_full), dim=1)
+        whole = torch.cat((torch.zeros_like(own), is_full), dim=1)
+        return flex.BlockMask.from_kv_blocks(
+            *_listed(partial),
+            *_listed(whole),
+            BLOCK_SIZE=TILE,
+            mask_mod=self.rule(layer_type),
+            seq_lengths=(self.num_rows, self.num_rows + self.num_context),
+        )
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [rows, columns] -> count and indices (chosen columns first), as BlockMask wants them."""
+    chosen = tiles.to(torch.int32)[None, None]
+    order = torch.argsort(chosen, dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def attention(visibility: Visibility, layer_types: Iterable[str]) -> Attend:
+    """FlexAttention over the block mask on CUDA, the dense mask elsewhere."""
+    kinds = set(layer_types)
+    if visibility.anchor_A.is_cuda:
+        return flex_attend({kind: visibility.block_mask(kind) for kind in kinds})
+    return dense_attend({kind: visibility.dense(kind) for kind in kinds})
+
+
+def dense_attend(mask_by_type: dict[str, Tensor]) -> Attend:
+    """The plain way, of any size and on any device."""
+
+    def attend(
+        layer_type: str,
+        query_QED: Tensor,
+        context_key_NGD: Tensor,
+        context_value_NGD: Tensor,
+        block_key_QGD: Tensor,
+        block_value_QGD: Tensor,
+    ) -> Tensor:
+        return dense_attention(
+            query_QED,
+            torch.cat((block_key_QGD, context_key_NGD)),
+            torch.cat((block_value_QGD, context_value_NGD)),
+            mask_by_type[layer_type],
+        )
+
+    return attend
+
+
+def flex_attend(mask_by_type: dict[str, flex.BlockMask]) -> Attend:
+    """The fast way: compiled once, tiles that nobody sees are never read."""
+
+    def attend(
+        layer_type: str,
+        query_QED: Tensor,
+        context_key_NGD: Tensor,
+        context_value_NGD: Tensor,
+        block_key_QGD: Tensor,
+        block_value_QGD: Tensor,
+    ) -> Tensor:
+        mixed: Tensor = _compiled_flex()(
+            query_QED.transpose(0, 1)[None],
+            torch.cat((block_key_QGD, context_key_NGD)).transpose(0, 1)[None],
+            torch.cat((block_value_QGD, context_value_NGD)).transpose(0, 1)[None],
+            block_mask=mask_by_type[layer_type],
+            enable_gqa=True,
+            kernel_options=_kernel_options(),
+        )
+        return mixed[0].transpose(0, 1)
+
+    return attend
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=True)
+    return compiled
+
+
+@functools.cache
+def _kernel_options() -> dict[str, Any]:
+    # unforced, short batches may pick a kernel that has no configuration for them. Not set, though
+    # every row sees itself: ROWS_GUARANTEED_SAFE. Part of an own tile is hidden from most of its
+    # rows, and meeting that part first gives NaN (seen on an H200).
+    known = getattr(flex, "FlexKernelOptions", None)
+    if known is not None and "BACKEND" in known.__annotations__:
+        return {"BACKEND": "TRITON"}
+    return {}

@@ -1,0 +1,148 @@
+"""A tiny batch through the whole path before anything large is made: each setting meets its code.
+
+The drafter is a twin of the one to be trained, with its blocks, layer types, rotary scaling, loss
+and optimizer, but a few numbers wide and on the CPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.export import read_checkpoint, write_zlab
+from dflash_pipeline.train.feed import Batch
+from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.loss import Teacher, teacher_spans
+from dflash_pipeline.train.metrics import Metrics
+from dflash_pipeline.train.optim import Optimizer, learning_rate
+from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.step import learn
+
+# the narrowest that Triton's matrix product takes
+_MIN_HEAD_DIM = 16
+_WIDTH, _HEAD_DIM, _VOCABULARY, _NUM_TOKENS = 32, 16, 64, 24
+
+
+def check_stores(run: Run, stores: Sequence[Store]) -> None:
+    """UsageError for stores that cannot be trained on together, or not with these settings."""
+    first, *others = stores
+    for other in others:
+        if found := first.spec.differences(other.spec):
+            raise UsageError(
+                f"{first.path} and {other.path} cannot be trained together: {'; '.join(found)}"
+            )
+        if other.attributes.mask_token_id != first.attributes.mask_token_id:
+            raise UsageError(
+                f"{first.path} and {other.path} have different mask tokens: "
+                f"{first.attributes.mask_token_id} and {other.attributes.mask_token_id}"
+            )
+    if run.loss.kl > 0 and not first.spec.has_last:
+        raise UsageError(
+            f"loss.kl is {run.loss.kl:g} but {first.path} holds no `last` states: capture again "
+            "with store.last_mode=bf16, or set loss.kl=0"
+        )
+    for store in stores:
+        if not store.is_sealed and not run.train.follow:
+            raise UsageError(
+                f"{store.path} is still being captured and --no-follow was given: wait for the "
+                "capture to end, or leave --no-follow out"
+            )
+
+
+def check_device(shape: DrafterShape, place: Place) -> None:
+    """UsageError for a drafter that FlexAttention has no kernel for."""
+    if place.kind == "cuda" and shape.head_dim < _MIN_HEAD_DIM:
+        raise UsageError(
+            f"the drafter's heads are {shape.head_dim} wide, attention on CUDA needs at least "
+            f"{_MIN_HEAD_DIM}: set drafter.head_dim, or train with --gpus cpu"
+        )
+
+
+def rehearse(run: Run, shape: DrafterShape, place: Place) -> None:
+    """One step, an export and its reading back, with a twin of the drafter."""
+    twin = _twin(shape)
+    drafter = Drafter(twin)
+    drafter.initialise(run.train.seed)
+    generator = torch.Generator().manual_seed(0)
+    head = TargetHead(torch.randn(_VOCABULARY, _WIDTH, generator=generator), None, twin)
+    group = Group(replace(place, rank=0, world=1, kind="cpu", device="cpu"), run.train.timeout_s)
+    optimizer = Optimizer(
+        drafter.named_parameters(), run.optim, group, run.train.log_every, torch.float32
+    )
+    metrics = Metrics(twin.block_size, "cpu")
+    learn(_batch(run, twin, generator), drafter, head, run.loss, optimizer, metrics)
+    optimizer.step(learning_rate(0, 1, run.optim), wants_stop=False)
+    health = optimizer.health(optimizer.vector())
+    if health.num_bad:
+        raise ValueError(
+            "a rehearsal with random numbers gave a loss or gradient that is not finite: "
+            "check optim, loss and drafter settings"
+        )
+    with tempfile.TemporaryDirectory(prefix="dflash-rehearsal-") as folder:
+        path = Path(folder) / "step"
+        write_zlab(path, twin, optimizer.masters())
+        read_checkpoint(path)
+
+
+def _twin(shape: DrafterShape) -> DrafterShape:
+    layer_types = tuple(dict.fromkeys(shape.layer_types))
+    return replace(
+        shape,
+        hidden_size=_WIDTH,
+        intermediate_size=_WIDTH,
+        num_layers=len(layer_types),
+        layer_types=layer_types,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=_HEAD_DIM,
+        vocab_size=_VOCABULARY,
+        mask_token_id=_VOCABULARY - 1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def _batch(run: Run, shape: DrafterShape, generator: torch.Generator) -> Batch:
+    """Two blocks of one made-up document."""
+    blocks = pack_blocks(
+        [Tokens(1, np.arange(_NUM_TOKENS), np.ones(_NUM_TOKENS, np.uint8))],
+        quota=2,
+        seed=run.train.seed,
+        epoch=0,
+        block_size=shape.block_size,
+        weight_S=slot_weights(shape.block_size, run.loss.gamma),
+        last_rows="all",
+    )
+    size = (_NUM_TOKENS, len(shape.layer_ids), _WIDTH)
+    teacher = Teacher(
+        state_UH=torch.randn(size[0], _WIDTH, generator=generator),
+        index_R=torch.from_numpy(blocks.teacher_R),
+        spans=teacher_spans(blocks.teacher_R, run.loss.position_chunk),
+    )
+    return Batch(
+        feature_NKH=torch.randn(size, generator=generator),
+        position_N=torch.from_numpy(blocks.position_N),
+        anchor_A=torch.from_numpy(blocks.anchor_A).to(torch.int32),
+        start_A=torch.from_numpy(blocks.start_A).to(torch.int32),
+        token_A=torch.from_numpy(blocks.token_A),
+        row_R=torch.from_numpy(blocks.row_R),
+        slot_R=torch.from_numpy(blocks.slot_R),
+        label_R=torch.from_numpy(blocks.label_R),
+        weight_R=torch.from_numpy(blocks.weight_R),
+        teacher=teacher if run.loss.kl > 0 else None,
+        num_blocks=len(blocks.anchor_A),
+        samples=np.zeros(1, np.int64),
+    )

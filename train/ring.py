@@ -1,0 +1,276 @@
+"""The feed's buffers: a ring of host slots, pinned on CUDA, and two places on the device.
+
+Only this file makes a pinned tensor or a stream for training. Owners hand over in this order: free
+-> reader thread -> copy stream -> free again once the copy's event has passed. On a CPU the batch
+is the slot itself, free again when the batch has been given back.
+
+Shape letters: N packed tokens, K captured layers, H hidden, A anchors, R drafted rows with loss,
+M rows of `last`, U distinct teacher rows; Z bytes of a stored row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dflash_pipeline.configs.schema import TrainConfig
+from dflash_pipeline.store.rows import row_bytes
+from dflash_pipeline.store.spec import StoreSpec
+from dflash_pipeline.train.anchors import Blocks
+from dflash_pipeline.train.loss import teacher_spans
+from dflash_pipeline.train.mask import TILE
+from dflash_pipeline.train.shape import DrafterShape
+
+Ints = npt.NDArray[np.int64]
+
+# context lengths on CUDA come in so many sizes: few shapes, little padding
+_NUM_CONTEXT_SIZES = 8
+_NUM_PLACES = 2
+# every bit set is NaN in bf16 and fp32, and an index far out of range
+_POISON = 0xFF
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The largest batch, and how batches are padded."""
+
+    num_tokens: int
+    num_anchors: int
+    num_rows: int
+    num_layers: int
+    row_bytes: int
+    last_row_bytes: int
+    """0: `last` is not read."""
+    token_multiple: int
+    """Context is padded to a multiple of it."""
+    pads_anchors: bool
+    """Every batch has `num_anchors` anchors; else as many as were drawn."""
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        spec: StoreSpec,
+        shape: DrafterShape,
+        wants_last: bool,
+        padded: bool,
+    ) -> Self:
+        """`padded`: whole FlexAttention tiles and few shapes; else batches as they are."""
+        token_multiple, anchor_multiple = 1, 1
+        if padded:
+            share = math.ceil(config.batch_tokens / _NUM_CONTEXT_SIZES)
+            token_multiple = _rounded(share, TILE)
+            anchor_multiple = TILE // math.gcd(TILE, shape.block_size)
+        num_anchors = _rounded(config.batch_anchors, anchor_multiple)
+        return cls(
+            num_tokens=_rounded(config.batch_tokens, token_multiple),
+            num_anchors=num_anchors,
+            num_rows=num_anchors * (shape.block_size - 1),
+            num_layers=spec.num_layers,
+            row_bytes=row_bytes(spec.hidden_mode, spec.hidden_size),
+            last_row_bytes=row_bytes(spec.last_mode, spec.hidden_size) if wants_last else 0,
+            token_multiple=token_multiple,
+            pads_anchors=padded,
+        )
+
+    def padded(self, num_tokens: int, num_anchors: int) -> tuple[int, int]:
+        """Context rows and anchors of a batch with padding."""
+        anchors = self.num_anchors if self.pads_anchors else num_anchors
+        return _rounded(num_tokens, self.token_multiple), anchors
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
+
+
+class _Buffers:
+    """Storage for one batch, anywhere."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, pinned: bool) -> None:
+        def make(*size: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
+
+        num_tokens, layers = sizes.num_tokens, sizes.num_layers
+        self.hidden_NKZ = make(num_tokens, layers, sizes.row_bytes, dtype=torch.uint8)
+        num_last = num_tokens if sizes.last_row_bytes else 0
+        self.last_MZ = make(num_last, sizes.last_row_bytes or 2, dtype=torch.uint8)
+        # positions; anchors, starts, tokens; rows, slots, labels, teacher rows twice
+        num_integers = num_tokens + 3 * sizes.num_anchors + 5 * sizes.num_rows
+        self.integers = make(num_integers, dtype=torch.int64)
+        self.weights = make(sizes.num_rows, dtype=torch.float32)
+
+    def poison(self) -> None:
+        for buffer in (self.hidden_NKZ, self.last_MZ, self.integers, self.weights):
+            buffer.view(torch.uint8).fill_(_POISON)
+
+
+class Slot:
+    """One host buffer. Between `free_slot` and its copy it belongs to a reader thread."""
+
+    def __init__(self, sizes: Sizes, pinned: bool, poison: bool) -> None:
+        self._sizes, self._poison = sizes, poison
+        self.buffers = _Buffers(sizes, torch.device("cpu"), pinned)
+        self.hidden_NKZ: npt.NDArray[np.uint8] = self.buffers.hidden_NKZ.numpy()
+        self.last_MZ: npt.NDArray[np.uint8] = self.buffers.last_MZ.numpy()
+        self.copied: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
+        self.num_tokens = self.num_anchors = self.num_rows = self.num_teachers = 0
+        self.num_last = 0
+        self.spans: tuple[tuple[int, int], ...] = ()
+
+    def wait_until_copied(self) -> None:
+        """Reader thread, before the first byte: the batch before has left for the device."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.clear()
+
+    def clear(self) -> None:
+        if self._poison:
+            self.buffers.poison()
+
+    def write(self, blocks: Blocks, position_chunk: int) -> None:
+        """Reader thread, after the last byte: the numbers of the batch, and its padding."""
+        filled = len(blocks.position_N)
+        num_tokens, num_anchors = self._sizes.padded(filled, len(blocks.anchor_A))
+        # a masked row still meets the product with 0: it must be finite
+        self.hidden_NKZ[filled:num_tokens] = 0
+        # blocks are sorted, so a position chunk touches a short range of the distinct rows
+        unique_U, index_R = np.unique(blocks.teacher_R, return_inverse=True)
+        parts = (
+            _padded(blocks.position_N, num_tokens),
+            _padded(blocks.anchor_A, num_anchors),
+            _padded(blocks.start_A, num_anchors),
+            _padded(blocks.token_A, num_anchors),
+            blocks.row_R,
+            blocks.slot_R,
+            blocks.label_R,
+            index_R,
+            unique_U,
+        )
+        joined = np.concatenate(parts)
+        self.buffers.integers.numpy()[: len(joined)] = joined
+        self.buffers.weights.numpy()[: len(blocks.weight_R)] = blocks.weight_R
+        self.num_tokens, self.num_anchors = num_tokens, num_anchors
+        self.num_rows, self.num_teachers = len(blocks.row_R), len(unique_U)
+        self.spans = teacher_spans(index_R, position_chunk)
+        self.num_last = blocks.num_last if self._sizes.last_row_bytes else 0
+
+
+def _padded(values: Ints, size: int) -> Ints:
+    return np.concatenate((values, np.zeros(size - len(values), np.int64)))
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A batch's tensors on the device, padding included."""
+
+    feature_NKH: Tensor
+    last_MH: Tensor
+    position_N: Tensor
+    anchor_A: Tensor
+    start_A: Tensor
+    token_A: Tensor
+    row_R: Tensor
+    slot_R: Tensor
+    label_R: Tensor
+    teacher_index_R: Tensor
+    teacher_U: Tensor
+    weight_R: Tensor
+    size_bytes: int
+
+
+class Ring:
+    """All host slots and device places of a feed. Used from the training thread."""
+
+    def __init__(
+        self, sizes: Sizes, depth: int, device: torch.device, dtype: torch.dtype, poison: bool
+    ) -> None:
+        self._dtype, self._poison = dtype, poison
+        self._is_cuda = device.type == "cuda"
+        # on a CPU one more: the one that the step is reading
+        num_slots = depth if self._is_cuda else depth + 1
+        self._free = deque(Slot(sizes, self._is_cuda, poison) for _ in range(num_slots))
+        self._places: deque[tuple[_Buffers, torch.cuda.Event]] = deque()
+        if self._is_cuda:
+            self._stream = torch.cuda.Stream(device)
+            for _ in range(_NUM_PLACES):
+                self._places.append((_Buffers(sizes, device, False), torch.cuda.Event()))
+
+    def free_slot(self) -> Slot | None:
+        """A slot for a reader thread; None: all are in use."""
+        return self._free.popleft() if self._free else None
+
+    @contextlib.contextmanager
+    def on_device(self, slot: Slot) -> Iterator[Lent]:
+        """The slot's batch on the device, until the block ends."""
+        if not self._is_cuda:
+            yield self._views(slot.buffers, slot)
+            slot.clear()
+            self._free.append(slot)
+            return
+        buffers, released = self._places[0]
+        self._places.rotate(-1)
+        self._copy(slot, buffers, released)
+        lent = self._views(buffers, slot)
+        self._free.append(slot)
+        yield lent
+        if self._poison:
+            buffers.poison()
+        released.record()
+
+    def _copy(self, slot: Slot, buffers: _Buffers, released: torch.cuda.Event) -> None:
+        assert slot.copied is not None
+        pairs: tuple[tuple[Tensor, Tensor, int], ...] = (
+            (buffers.hidden_NKZ, slot.buffers.hidden_NKZ, slot.num_tokens),
+            (buffers.last_MZ, slot.buffers.last_MZ, slot.num_last),
+            (buffers.integers, slot.buffers.integers, sum(_splits(slot))),
+            (buffers.weights, slot.buffers.weights, slot.num_rows),
+        )
+        with torch.cuda.stream(self._stream):
+            # the step before the last has read this place
+            self._stream.wait_event(released)
+            for into, source, size in pairs:
+                into[:size].copy_(source[:size], non_blocking=True)
+            slot.copied.record()
+        torch.cuda.current_stream().wait_event(slot.copied)
+
+    def _views(self, buffers: _Buffers, slot: Slot) -> Lent:
+        splits = _splits(slot)
+        parts = buffers.integers[: sum(splits)].split(splits)
+        position_N, anchor_A, start_A, token_A, row_R, slot_R, label_R, index_R, unique_U = parts
+        stored_NKZ, stored_MZ = (
+            buffers.hidden_NKZ[: slot.num_tokens],
+            buffers.last_MZ[: slot.num_last],
+        )
+        return Lent(
+            feature_NKH=self._values(stored_NKZ),
+            last_MH=self._values(stored_MZ),
+            position_N=position_N,
+            anchor_A=anchor_A.to(torch.int32),
+            start_A=start_A.to(torch.int32),
+            token_A=token_A,
+            row_R=row_R,
+            slot_R=slot_R,
+            label_R=label_R,
+            teacher_index_R=index_R,
+            teacher_U=unique_U,
+            weight_R=buffers.weights[: slot.num_rows],
+            size_bytes=stored_NKZ.numel() + stored_MZ.numel(),
+        )
+
+    def _values(self, stored: Tensor) -> Tensor:
+        """bf16 bits -> the compute type."""
+        return stored.view(torch.bfloat16).to(self._dtype)
+
+
+def _splits(slot: Slot) -> list[int]:
+    rows = [slot.num_rows] * 4
+    return [slot.num_tokens, *[slot.num_anchors] * 3, *rows, slot.num_teachers]

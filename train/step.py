@@ -1,0 +1,70 @@
+"""One batch through the drafter: embed blocks, attend, score, backward. The same for every caller.
+
+Shape letters: N packed tokens, A anchors, S slots, Q = A x S, R drafted rows that carry loss, H.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_pipeline.configs.schema import LossConfig
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.feed import Batch
+from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.loss import RowStats, chunked_loss
+from dflash_pipeline.train.mask import Visibility, attention
+from dflash_pipeline.train.metrics import Metrics
+from dflash_pipeline.train.optim import Optimizer
+
+
+def learn(
+    batch: Batch,
+    drafter: Drafter,
+    head: TargetHead,
+    config: LossConfig,
+    optimizer: Optimizer,
+    metrics: Metrics,
+) -> None:
+    """Add a batch's gradient, sums and metrics; nothing waits for the device."""
+    loss_sum, stats = score(batch, drafter, head, config)
+    loss_sum.backward()
+    optimizer.add(loss_sum.detach(), batch.weight_R.sum())
+    metrics.add(
+        stats, batch.row_R, batch.slot_R, batch.weight_R, len(batch.anchor_A), batch.num_blocks
+    )
+
+
+def score(
+    batch: Batch, drafter: Drafter, head: TargetHead, config: LossConfig
+) -> tuple[Tensor, RowStats]:
+    """The loss, summed over the rows of a batch, and what each row was right about."""
+    hidden_QH = draft_blocks(batch, drafter, head)
+    hidden_RH = hidden_QH.index_select(0, batch.row_R)
+    return chunked_loss(hidden_RH, head, batch.label_R, batch.weight_R, batch.teacher, config)
+
+
+def draft_blocks(batch: Batch, drafter: Drafter, head: TargetHead) -> Tensor:
+    """All blocks of a batch, [anchor, MASK x (S - 1)] each -> hidden_QH."""
+    shape = drafter.shape
+    num_anchors, block_size = len(batch.anchor_A), shape.block_size
+    device = batch.token_A.device
+    id_AS = torch.full((num_anchors, block_size), shape.mask_token_id, device=device)
+    id_AS[:, 0] = batch.token_A
+    slot_S = torch.arange(block_size, device=device)
+    position_AS = (batch.anchor_A - batch.start_A)[:, None] + slot_S
+    visibility = Visibility(
+        anchor_A=batch.anchor_A,
+        start_A=batch.start_A,
+        num_context=len(batch.position_N),
+        block_size=block_size,
+        window=shape.sliding_window,
+    )
+    hidden_QH: Tensor = drafter(
+        drafter.context(batch.feature_NKH),
+        batch.position_N,
+        head.embed(id_AS.flatten()),
+        position_AS.flatten(),
+        attention(visibility, shape.layer_types),
+    )
+    return hidden_QH
