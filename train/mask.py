@@ -27,6 +27,8 @@ from dflash_pipeline.train.shape import SLIDING
 
 # rows and columns of a FlexAttention tile; context and drafted rows come in whole tiles on CUDA
 TILE = 128
+# one attention over 128 x 8 drafted rows of five documents took 93 ms of CPU, in groups 18 ms
+_GROUP_BLOCKS = 16
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -124,15 +126,15 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attention(visibility: Visibility, layer_types: Iterable[str]) -> Attend:
-    """FlexAttention over the block mask on CUDA, the dense mask elsewhere."""
+    """FlexAttention over the block mask on CUDA, groups of blocks elsewhere."""
     kinds = set(layer_types)
     if visibility.anchor_A.is_cuda:
         return flex_attend({kind: visibility.block_mask(kind) for kind in kinds})
-    return dense_attend({kind: visibility.dense(kind) for kind in kinds})
+    return grouped_attend(visibility, kinds)
 
 
 def dense_attend(mask_by_type: dict[str, Tensor]) -> Attend:
-    """The plain way, of any size and on any device."""
+    """The plain way: every row against every key. What the other two must equal."""
 
     def attend(
         layer_type: str,
@@ -150,6 +152,54 @@ def dense_attend(mask_by_type: dict[str, Tensor]) -> Attend:
         )
 
     return attend
+
+
+def grouped_attend(visibility: Visibility, layer_types: Iterable[str]) -> Attend:
+    """The CPU's way: neighbouring blocks against the context between their documents' starts and
+    their last anchor; packed documents then cost what they cost alone."""
+    groups = [
+        _group(visibility, first, set(layer_types))
+        for first in range(0, len(visibility.anchor_A), _GROUP_BLOCKS)
+    ]
+
+    def attend(
+        layer_type: str,
+        query_QED: Tensor,
+        context_key_NGD: Tensor,
+        context_value_NGD: Tensor,
+        block_key_QGD: Tensor,
+        block_value_QGD: Tensor,
+    ) -> Tensor:
+        mixed = [
+            dense_attention(
+                query_QED[rows],
+                torch.cat((block_key_QGD[rows], context_key_NGD[context])),
+                torch.cat((block_value_QGD[rows], context_value_NGD[context])),
+                mask_by_type[layer_type],
+            )
+            for rows, context, mask_by_type in groups
+        ]
+        return torch.cat(mixed) if mixed else query_QED
+
+    return attend
+
+
+def _group(
+    visibility: Visibility, first: int, layer_types: set[str]
+) -> tuple[slice, slice, dict[str, Tensor]]:
+    """Rows of a group of blocks, the context that any of them may see, and its masks."""
+    blocks = slice(first, first + _GROUP_BLOCKS)
+    start_A, anchor_A = visibility.start_A[blocks], visibility.anchor_A[blocks]
+    rows = slice(first * visibility.block_size, (first + len(anchor_A)) * visibility.block_size)
+    context = slice(int(start_A.min()), max(int(anchor_A.max()), int(start_A.min())))
+    row = torch.arange(rows.start, rows.stop)
+    key = torch.cat((row, torch.arange(context.start, context.stop) + visibility.num_rows))
+    none = torch.zeros((), dtype=torch.int64)
+    masks = {
+        layer_type: visibility.rule(layer_type)(none, none, row[:, None], key[None])
+        for layer_type in layer_types
+    }
+    return rows, context, masks
 
 
 def flex_attend(mask_by_type: dict[str, flex.BlockMask]) -> Attend:

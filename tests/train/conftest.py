@@ -24,9 +24,9 @@ from dflash_pipeline.configs.schema import (
     Run,
     TrainConfig,
 )
+from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.build import StoreBuilder, plan_lock
 from dflash_pipeline.store.reader import Store, open_store
-from dflash_pipeline.store.rows import bf16_bits
 from dflash_pipeline.train.shape import DrafterShape
 
 TARGET_CONFIG = {

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dflash_pipeline.store import quantise
+from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.quantise import GROUP_SIZES, MODES, Calibration, decode, encode
-from dflash_pipeline.store.rows import bf16_bits
 from dflash_pipeline.train.dequantise import Dequantiser, fold
 
 SIZES = (96, 576, 4096)

@@ -244,6 +244,7 @@ class FakeStore:
         return np.full((VOCAB, WIDTH), 0x3F80, np.uint16)
 
     head = embed
+    is_tied = True
 
 
 def test_without_prompts_held_out_samples_are_replayed(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dflash_pipeline.store.bf16 import bf16_to_float32
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.store.rows import bf16_to_float32
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.shape import DrafterShape
 

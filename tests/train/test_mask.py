@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from dflash_pipeline.train.mask import TILE, Visibility, dense_attend, flex_attend
+from dflash_pipeline.train.mask import (
+    TILE,
+    Visibility,
+    dense_attend,
+    flex_attend,
+    grouped_attend,
+)
 from dflash_pipeline.train.shape import FULL, SLIDING
 
 KINDS = [FULL, SLIDING]
@@ -104,6 +110,24 @@ def test_the_block_mask_equals_the_dense_mask_entry_by_entry(
         surplus = mask.kv_num_blocks - made.kv_num_blocks
         assert int(surplus.min()) >= 0
         assert float(surplus.sum()) <= 0.25 * float(made.kv_num_blocks.sum())
+
+
+@pytest.mark.parametrize("layer_type", KINDS)
+def test_groups_of_blocks_equal_the_dense_way_with_their_gradients(layer_type: str) -> None:
+    torch.manual_seed(0)
+    # 53 blocks do not fill the last group; the last three are padding
+    visible = _packed(53, 4, 20, 0)
+    sizes = [(visible.num_rows, 4), *[(768, 2)] * 2, *[(visible.num_rows, 2)] * 2]
+    inputs = [torch.randn(rows, heads, 8, requires_grad=True) for rows, heads in sizes]
+    results = []
+    for attend in (
+        dense_attend({layer_type: visible.dense(layer_type)}),
+        grouped_attend(visible, KINDS),
+    ):
+        mixed = attend(layer_type, *inputs)
+        results.append((mixed, *torch.autograd.grad(mixed.square().sum(), inputs)))
+    for plain, fast in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -16,10 +16,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dflash_pipeline.capture.decoder import Decoder
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.store import open_store
+from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.build import StoreBuilder, plan_lock
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.store.rows import bf16_bits, encode
+from dflash_pipeline.store.rows import encode
 from dflash_pipeline.store.spec import Attributes, Layout, ShardId, StoreSpec
 from dflash_pipeline.store.table import build_table, teacher_positions, valid_anchors
 from dflash_pipeline.store.writer import StoreWriter
