@@ -20,7 +20,8 @@ from typing import NoReturn
 
 import click
 
-from dflash_pipeline.configs import child, gpus, status, torchrun
+from dflash_pipeline.capture import sources
+from dflash_pipeline.configs import child, gpus, inputs, status, torchrun
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import Place, launch
@@ -90,16 +91,25 @@ def generate(
     if not run.generate.endpoints:
         _need(run.target.id, "--target MODEL", "target.id")
     out = _need(run.generate.out, "--out FILE", "generate.out")
+    inputs.check_target(run.target.id)
+    sources.check(run.data.files)
+    inputs.check_out_file(out, "--out")
     # where servers answer, one process asks and no GPU is needed
     devices = ONE_CPU if run.generate.endpoints else _devices(gpus, share_gpu)
     entry = "dflash_pipeline.capture.generate:main"
     code = _stage(entry, run, devices, "generate", f"{out}.logs", {}, share_gpu)
+    if code == 0 and Path(out).is_file() and Path(out).stat().st_size == 0:
+        raise ValueError(
+            f"no prompt of {', '.join(run.data.files)} was answered, {out} is empty: the lines "
+            "above say why each was left out"
+        )
     return _end(code, f"dflash capture --data {shlex.quote(out)}{_config(config)}", _this_line())
 
 
 @dflash.command()
 @options(("--target", "target.id"), *DATA, ("--store", "store.path"))
 @options(("--hidden-mode", "store.hidden_mode"), ("--last-mode", "store.last_mode"))
+@option("--force", "capture.force", turns=True)
 @options(*TEMPLATE)
 @click.option("--plan", is_flag=True, help="Count samples, tokens and bytes, and stop.")
 @placed
@@ -117,7 +127,10 @@ def capture(
     run = resolve(context, config, sets)
     _need(run.target.id, "--target MODEL", "target.id")
     _need(run.data.files, "--data FILE", "data.files")
-    store = _need(run.store.path, "--store DIR", "store.path").rstrip("/")
+    store = str(Path(_need(run.store.path, "--store DIR", "store.path")))
+    inputs.check_target(run.target.id)
+    sources.check(run.data.files)
+    inputs.check_store_place(store)
     devices = _devices(gpus, share_gpu or plan)
     extra = {"kind": devices.kind, "only_count": plan}
     entry = "dflash_pipeline.capture.planning:main"
@@ -197,6 +210,15 @@ def evaluate(
     """Measure acceptance by decoding with the target, or by replaying a store without it."""
     run = resolve(context, config, sets)
     drafter = _need(run.eval.drafter, "--drafter CHECKPOINT", "eval.drafter")
+    if not Path(drafter).is_dir():
+        raise UsageError(f"--drafter {drafter}: there is no such run, step or checkpoint directory")
+    if run.eval.prompts:
+        inputs.check_target(run.target.id)
+        sources.check(run.eval.prompts)
+    elif run.store.path:
+        _check_store(run.store.path)
+    if run.eval.json:
+        inputs.check_out_file(run.eval.json, "--json")
     devices = _one_device(gpus, share_gpu)
     entry, logs = "dflash_pipeline.cli:decode_and_score", _logs_near(Path(drafter))
     code = _stage(entry, run, devices, "eval", logs, {}, share_gpu)
@@ -234,6 +256,11 @@ def export(
 ) -> int:
     """Write a run's drafter (best, else last), a step, or another checkpoint for a server."""
     run = resolve(context, config, sets)
+    if not Path(checkpoint).is_dir():
+        raise UsageError(f"{checkpoint}: there is no such run, step or checkpoint directory")
+    inputs.check_new_directory(out, "--out")
+    if run.store.path and layout == "speculators":
+        _check_store(run.store.path)
     extra = {"checkpoint": checkpoint, "out": out, "layout": layout, "store": run.store.path}
     with _scratch_logs("export") as logs:
         # its last lines are the serving commands, which only that process can write
@@ -247,6 +274,7 @@ def export(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 def inspect(path: str, as_json: bool) -> int:
     """Describe a store; never fails on its data."""
+    _check_store(path)
     extra = {"path": path, "json": as_json}
     return _look("dflash_pipeline.store.describe:main", "inspect", extra, f"dflash verify {path}")
 
@@ -257,6 +285,7 @@ def inspect(path: str, as_json: bool) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 def verify(path: str, deep: bool, as_json: bool) -> int:
     """Check a store; exit code 1 and a line for each fault where it is not whole."""
+    _check_store(path)
     extra = {"path": path, "deep": deep, "json": as_json}
     following = f"dflash train --store {path}" if deep else f"dflash verify --deep {path}"
     return _look("dflash_pipeline.store.check:main", "verify", extra, following)
@@ -283,7 +312,10 @@ def show_status(directory: str, as_json: bool) -> int:
             click.echo(f"  {progress_line(one.stage, {**asdict(one), 'rate': one.rate})}")
         if one.error or one.text:
             click.echo(f"  {one.error or one.text}")
-    click.echo("next: run the same command again to go on (train: with --resume)")
+    if all(one.state == "done" for one in found):
+        click.echo("all of them are done")
+    else:
+        click.echo("next: run the same command again to go on (train: with --resume)")
     return 0
 
 
@@ -317,6 +349,12 @@ def demo(context: click.Context, target: str, out: str, gpus: str, share_gpu: bo
     Path(out).mkdir(parents=True, exist_ok=True)
     code = launch(entry, run, ONE_CPU, "demo", f"{out}/logs", extra, sees_gpus=True)
     return _end(code, f"dflash inspect {out}/store", _this_line())
+
+
+def _check_store(path: str) -> None:
+    """What only reads a store needs one; whether it is whole is the stage's to say."""
+    if not Path(path).is_dir():
+        raise UsageError(f"there is no store {path}: name the directory that dflash capture wrote")
 
 
 def _await_plan(store: Path, follow: bool) -> None:

@@ -37,14 +37,22 @@ class AnswerFile:
                 # another process may be in the middle of its write
                 if not line.endswith(b"\n"):
                     break
-                try:
-                    found.add(str(json.loads(line)["id"]))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(
-                        f"{self._path}:{number} is no answer of generate ({error}): use another "
-                        "--out or remove the line"
-                    ) from error
+                found.add(self._id(number, line))
         return found
+
+    def _id(self, number: int, line: bytes) -> str:
+        try:
+            values = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            why, values = str(error), None
+        else:
+            why = "no object with id and messages"
+        if not isinstance(values, dict) or not {"id", "messages"} <= values.keys():
+            raise ValueError(
+                f"{self._path}:{number} is no answer of generate ({why}): use another --out or "
+                "remove the line"
+            )
+        return str(values["id"])
 
     def append(self, lines: Sequence[dict[str, Any]]) -> None:
         """Add whole lines and wait until they are on the disk."""
@@ -55,10 +63,21 @@ class AnswerFile:
         try:
             end = self._cut_torn_line()
             data = "".join(f"{line}\n" for line in lines).encode()
-            if data and os.write(self._descriptor, data) != len(data):
+            try:
+                whole = not data or os.write(self._descriptor, data) == len(data)
+                os.fsync(self._descriptor)
+            except OSError as error:
                 os.ftruncate(self._descriptor, end)
-                raise OSError(f"no space to append {len(data)} bytes to {self._path}")
-            os.fsync(self._descriptor)
+                raise ValueError(
+                    f"cannot append {len(data)} bytes to {self._path}: {error.strerror}; free some "
+                    "space and run the same command again, whole answers are kept"
+                ) from error
+            if not whole:
+                os.ftruncate(self._descriptor, end)
+                raise ValueError(
+                    f"no space to append {len(data)} bytes to {self._path}: free some and run the "
+                    "same command again, whole answers are kept"
+                )
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 

@@ -123,7 +123,7 @@ class Answerer:
             ids_BT[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask_BT[row, longest - len(prompt) :] = 1
         # the model's own defaults (a repetition penalty, say) would change what greedy means
-        self._model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        self._model.generation_config = GenerationConfig(
             max_new_tokens=min(self._config.max_new_tokens, self._num_positions - longest),
             eos_token_id=sorted(self._ends) or None,
             pad_token_id=pad_id,

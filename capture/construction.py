@@ -23,6 +23,10 @@ from dflash_pipeline.store.spec import CHUNK_ROWS, FORMAT, Attributes, Layout, S
 from dflash_pipeline.store.table import SampleTable, build_table
 
 
+class NothingLeftError(ValueError):
+    """No row of the data gave a sample; the text has the reasons."""
+
+
 @dataclass(frozen=True, slots=True)
 class Arranged:
     """A plan in the store's terms."""
@@ -154,4 +158,6 @@ def fill_checked(
     dropped.check(run.data.max_bad_share)
     if len(spool) == 0:
         reasons = "; ".join(dropped.lines()) or "the files hold no rows"
-        raise ValueError(f"nothing to capture: no sample in {', '.join(run.data.files)}: {reasons}")
+        raise NothingLeftError(
+            f"nothing to capture: no sample in {', '.join(run.data.files)}: {reasons}"
+        )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dflash_pipeline.capture.offload import Slot
-from dflash_pipeline.capture.pack import index_batch, pack
+from dflash_pipeline.capture.pack import Packer, index_batch
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.capture.warmup import num_positions
 from dflash_pipeline.store.reader import Store
@@ -31,6 +31,9 @@ class Forward:
         """`buffer_bytes`: device memory of the slots, for the report when memory runs out."""
         self._store, self._target = store, target
         self._buffer_bytes, self._say = buffer_bytes, say
+        self._packer = Packer(store.calibration, target.device)
+        if target.device.type == "cuda":
+            self._packer.warm_up(target.dtype, target.device)
         self.num_places = 0
         """Tokens computed so far, padding included."""
 
@@ -90,8 +93,13 @@ class Forward:
                 else np.empty(0, np.int64)
             )
         part = slot.part(ids_BT, index_batch(lengths_B, teachers_B, width))
-        hidden_KBTH, last_BTH = self._target.forward(part.ids_BT)
-        pack(hidden_KBTH, last_BTH, part.index, part.out)
+        self._packer.begin(part.out)
+
+        def take(place: int, hidden_BTH: torch.Tensor) -> None:
+            self._packer.layer(place, hidden_BTH, part.index, part.out)
+
+        last_BTH = self._target.run(part.ids_BT, take)
+        self._packer.last(last_BTH, part.index, part.out)
 
     def _memory(self) -> str:
         """What holds the device's memory."""

@@ -2,7 +2,8 @@
 
 Each sample is computed again alone, without padding, through the whole causal language model and
 its own `output_hidden_states` - another path than the hooks'. Rows read back from the shard file
-must agree with it within the noise of the compute type, and each fault that has bitten other
+must agree with it within the noise of the compute type and what int8 or int4 makes of these very
+rows, and each fault that has bitten other
 pipelines (a layer off by one, rows off by one, the norm missing or done twice), made on purpose,
 must not. A fault that provably changes nothing for this target is reported as not applicable.
 Letters: T tokens, M rows of `last`, K layers, H hidden, V vocabulary.
@@ -20,7 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_pipeline.capture.target import Target
-from dflash_pipeline.store.rows import decode
+from dflash_pipeline.store.calibration import Calibrated
+from dflash_pipeline.store.quantise import Calibration
+from dflash_pipeline.store.rows import decode, encode
 from dflash_pipeline.store.spec import StoreSpec
 from dflash_pipeline.store.table import teacher_positions
 
@@ -30,6 +33,8 @@ Tokens = Callable[[int], tuple[NDArray[np.uint32], Bytes]]
 
 ROUNDING = 2.0**-7
 """Twice the largest relative error of rounding to bf16."""
+SLACK = 1.2
+"""A median, or the worst, of other samples may be so much larger."""
 UNRELATED = 0.5
 """Relative error from which a row has nothing to do with what it should be."""
 LOGIT_ROWS = 256
@@ -51,25 +56,52 @@ class _Errors:
     """Relative errors of rows, collected over the samples."""
 
     parts: list[torch.Tensor] = field(default_factory=list)
+    rounding: list[torch.Tensor] = field(default_factory=list)
+    """What the store's mode alone makes of the true rows; bf16: nothing, it is in ROUNDING."""
     is_noop: bool = True
     """Whether the fault left the truth as it is in every row seen."""
 
     def add(self, found_NH: torch.Tensor, truth_NH: torch.Tensor) -> None:
         if len(found_NH):
-            distance_N = (found_NH - truth_NH).norm(dim=-1)
-            self.parts.append(distance_N / truth_NH.norm(dim=-1).clamp_min(1e-30))
+            self.parts.append(_relative(found_NH, truth_NH))
+
+    def add_rounding(self, stored_NH: torch.Tensor, truth_NH: torch.Tensor) -> None:
+        """The same rows with no other error than that of being stored."""
+        if len(stored_NH):
+            self.rounding.append(_relative(stored_NH, truth_NH))
 
     @property
     def typical(self) -> float:
         """Their median; NaN counts as infinite."""
-        return float(self._all().median()) if self.parts else 0.0
+        return _median(self.parts)
+
+    @property
+    def typical_rounding(self) -> float:
+        """The median of the rounding."""
+        return _median(self.rounding)
 
     def worst(self, dtype: torch.dtype) -> float:
         """The largest in fp32; in bf16 one in twenty may differ, as experts are chosen anew."""
-        return float(self._all().quantile(1.0 if dtype == torch.float32 else 0.95))
+        return float(_all(self.parts).quantile(1.0 if dtype == torch.float32 else 0.95))
 
-    def _all(self) -> torch.Tensor:
-        return torch.cat(self.parts).nan_to_num(nan=torch.inf, posinf=torch.inf).cpu()
+    @property
+    def worst_rounding(self) -> float:
+        """The largest of the rounding."""
+        return float(_all(self.rounding).max()) if self.rounding else 0.0
+
+
+def _relative(found_NH: torch.Tensor, truth_NH: torch.Tensor) -> torch.Tensor:
+    norm_N = truth_NH.norm(dim=-1).clamp_min(1e-30)
+    relative_N: torch.Tensor = (found_NH - truth_NH).norm(dim=-1) / norm_N
+    return relative_N
+
+
+def _median(parts: list[torch.Tensor]) -> float:
+    return float(_all(parts).median()) if parts else 0.0
+
+
+def _all(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts).nan_to_num(nan=torch.inf, posinf=torch.inf).cpu()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,8 +118,8 @@ class _Truth:
 class Gate:
     """Compares samples, then judges them all together."""
 
-    def __init__(self, target: Target, spec: StoreSpec) -> None:
-        self._target, self._spec = target, spec
+    def __init__(self, target: Target, spec: StoreSpec, calibrated: Calibrated) -> None:
+        self._target, self._spec, self._calibrated = target, spec, calibrated
         self._true: dict[str, _Errors] = defaultdict(_Errors)
         self._faults: dict[tuple[str, str], _Errors] = defaultdict(_Errors)
         self._depth: dict[str, int] = {}
@@ -99,12 +131,16 @@ class Gate:
         """Compare one sample's stored rows with the target's own states."""
         target, spec = self._target, self._spec
         truth = self._compute(ids_T)
-        hidden_TKH = self._decoded(hidden_TKR, spec.hidden_mode)
+        hidden = self._calibrated.hidden
+        hidden_TKH = self._decoded(hidden_TKR, spec.hidden_mode, hidden)
         for place, layer_id in enumerate(spec.layer_ids):
             name, true_TH = f"layer {layer_id}", truth.states[layer_id + 1].float()
             self._depth[name] = layer_id + 1
             found_TH = hidden_TKH[:, place]
             self._true[name].add(found_TH, true_TH)
+            if hidden:
+                stored_TH = self._stored(true_TH, spec.hidden_mode, hidden[place : place + 1])
+                self._true[name].add_rounding(stored_TH, true_TH)
             for other in (layer_id - 1, layer_id + 1):
                 fault = f"layer {other}" if other >= 0 else "embedding"
                 self._fault(name, fault, found_TH, truth.states[other + 1].float(), true_TH)
@@ -113,12 +149,17 @@ class Gate:
             positions = torch.from_numpy(teacher_positions(mask_T, spec.last_rows)).to(
                 target.device
             )
-            self._add_last(truth, self._decoded(last_MR, spec.last_mode), positions)
+            last_MH = self._decoded(last_MR, spec.last_mode, self._calibrated.last)
+            self._add_last(truth, last_MH, positions)
 
     def _add_last(self, truth: _Truth, last_MH: torch.Tensor, position_M: torch.Tensor) -> None:
-        target = self._target
+        target, mode, last = self._target, self._spec.last_mode, self._calibrated.last
         self._depth["last"] = self._depth["logits"] = len(target.layers)
-        self._true["last"].add(last_MH, truth.last_TH[position_M].float())
+        all_MH = truth.last_TH[position_M].float()
+        stored_MH = self._stored(all_MH, mode, last)
+        self._true["last"].add(last_MH, all_MH)
+        if last:
+            self._true["last"].add_rounding(stored_MH, all_MH)
         inner = position_M < len(truth.last_TH) - 1
         shifted_MH = truth.last_TH[position_M[inner] + 1].float()
         true_MH = truth.last_TH[position_M[inner]].float()
@@ -129,10 +170,12 @@ class Gate:
             raw_MH = truth.states[-1][position_M[part]]
             true_MV = truth.logits_TV[position_M[part]].float()
             self._true["logits"].add(target.head_logits(found_MH), true_MV)
-            rounded_MH = truth.last_TH[position_M[part]].bfloat16().to(target.dtype)
+            rounded_MH = stored_MH[part].to(target.dtype)
             rounding = _Errors()
             rounding.add(target.head_logits(rounded_MH), true_MV)
             self._logit_noise = max(self._logit_noise, rounding.worst(target.dtype))
+            if last:
+                self._true["logits"].rounding += rounding.parts
             logits_MV = target.head_logits(raw_MH)
             self._fault("logits", "the norm missing", logits_MV, true_MV, None)
             once_MH = target.norm(raw_MH)
@@ -160,11 +203,15 @@ class Gate:
         """One line for each thing compared; ValueError that names all that do not hold."""
         dtype, lines, wrong = self._target.dtype, [], []
         for name, errors in self._true.items():
-            bound = noise_bound(dtype, self._depth[name])
+            noise, rounding = noise_bound(dtype, self._depth[name]), errors.typical_rounding
+            # two independent errors add up as the root of their squares
+            bound = math.hypot(noise, SLACK * rounding)
+            worst_bound = max(bound, math.hypot(noise, SLACK * errors.worst_rounding))
             if name == "logits":
                 # a head may make more of the store's rounding: what it makes of it was measured
-                bound = 2 * max(bound, self._logit_noise)
-            worst_bound = bound if dtype == torch.float32 else UNRELATED
+                bound = worst_bound = 2 * max(bound, self._logit_noise)
+            if dtype != torch.float32:
+                worst_bound = max(UNRELATED, worst_bound)
             if not errors.parts:
                 continue
             typical, worst = errors.typical, errors.worst(dtype)
@@ -174,7 +221,8 @@ class Gate:
                     f"is noise), worst {worst:.2g}"
                 )
             # a fault must stand out of what was measured, not only of what is allowed
-            threshold = min(bound, max(3 * typical, ROUNDING))
+            excess = math.sqrt(max(typical**2 - rounding**2, 0.0))
+            threshold = min(bound, math.hypot(SLACK * rounding, max(3 * excess, ROUNDING)))
             told = []
             for (of, fault), fault_errors in self._faults.items():
                 if of != name or not fault_errors.parts:
@@ -217,8 +265,15 @@ class Gate:
             [*(state[0] for state in states[:-1]), raw[0][0]], states[-1][0], output.logits[0]
         )
 
-    def _decoded(self, rows: Bytes, mode: str) -> torch.Tensor:
-        return torch.from_numpy(decode(rows, mode)).to(self._target.device)
+    def _decoded(self, rows: Bytes, mode: str, calibrations: Sequence[Calibration]) -> torch.Tensor:
+        return torch.from_numpy(decode(rows, mode, calibrations)).to(self._target.device)
+
+    def _stored(
+        self, states_NH: torch.Tensor, mode: str, calibrations: Sequence[Calibration]
+    ) -> torch.Tensor:
+        """The states after a trip through rows of this mode."""
+        rows = encode(states_NH.float().cpu().numpy(), mode, calibrations)
+        return self._decoded(rows, mode, calibrations)
 
 
 def _same(found: torch.Tensor, other: torch.Tensor) -> bool:
@@ -227,14 +282,19 @@ def _same(found: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check(
-    target: Target, spec: StoreSpec, samples: Sequence[int], tokens: Tokens, read_back: ReadBack
+    target: Target,
+    spec: StoreSpec,
+    calibrated: Calibrated,
+    samples: Sequence[int],
+    tokens: Tokens,
+    read_back: ReadBack,
 ) -> list[str]:
     """Judge the stored rows of `samples`; the lines of the verdict, or ValueError.
 
     tokens: sample -> ids and loss mask; read_back: sample -> its stored bytes, [T, K, R] of
     hidden and [M, R] of last, out of the finished file.
     """
-    gate = Gate(target, spec)
+    gate = Gate(target, spec, calibrated)
     with torch.inference_mode():
         for sample in samples:
             gate.add(*tokens(sample), *read_back(sample))

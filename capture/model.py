@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -39,6 +40,10 @@ STORED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+
+# what transformers raises for a configuration that it does not know or that contradicts itself
+_CONFIG_ERRORS = (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
 
 
 class TargetFiles:
@@ -93,6 +98,12 @@ class TargetFiles:
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
+        if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
+            # transformers would make an empty one up
+            raise UsageError(
+                f"target {self.name}: no tokenizer in {self.directory}: expected tokenizer.json or "
+                "the files of a slow one"
+            )
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 self.directory, trust_remote_code=self.trust_remote_code
@@ -191,22 +202,30 @@ class TargetFiles:
             _snapshot(self.name, self.directory.name, with_weights=True)
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(_json(index)["weight_map"].values()))
+            names = _indexed(index)
         else:
             names = sorted(path.name for path in self.directory.glob("*.safetensors"))
         if not names:
             pickled = sorted(
                 path.name for path in self.directory.iterdir() if path.suffix in {".bin", ".pt"}
             )
-            hint = f"; {pickled[0]} is a pickle and is not read: save it as safetensors"
+            hint = f"; {pickled[0]} is a pickle and is not read" if pickled else ""
             raise UsageError(
-                f"target {self.name}: no .safetensors file in {self.directory}"
-                + (hint if pickled else "")
+                f"target {self.name}: no .safetensors file in {self.directory}{hint}: save the "
+                "model as safetensors"
             )
         missing = [name for name in names if not (self.directory / name).is_file()]
         if missing:
             raise UsageError(f"target {self.name}: {self.directory / missing[0]} is missing")
         return tuple(self.directory / name for name in names)
+
+    def check_weights(self) -> None:
+        """Raise UsageError for weights that are missing or cut short; only headers are read.
+
+        What the hub has not given yet is not fetched for it.
+        """
+        if not _is_snapshot(self.directory) or any(self.directory.glob("*.safetensors")):
+            weights.check(self.name, self.weight_paths())
 
     def _end_ids(self) -> dict[int, str]:
         """Ids that mean pad or eos anywhere in the target's files -> which of the two."""
@@ -265,11 +284,11 @@ def _config(directory: Path, name: str, trust_remote_code: bool) -> PretrainedCo
         config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code
         )
-    except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
+    except (*_CONFIG_ERRORS, OSError, ImportError) as error:
         model_type = _json(directory / "config.json").get("model_type", "")
         raise UsageError(
-            f"target {name}: this transformers cannot read a model of type {model_type!r}: "
-            f"{_line(error)}"
+            f"target {name}: this transformers cannot read config.json of a model of type "
+            f"{model_type!r}: {_line(error)}"
         ) from error
     is_remote = trust_remote_code and hasattr(config, "auto_map")
     if not is_remote and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -304,6 +323,18 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _indexed(index: Path) -> list[str]:
+    """File names in a checkpoint's index, each of the index's own directory."""
+    places = _json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise UsageError(f"{index} names no weights: expected a weight_map")
+    names = sorted({str(name) for name in places.values()})
+    foreign = [name for name in names if Path(name).name != name]
+    if foreign:
+        raise UsageError(f"{index} names {foreign[0]!r}: expected files of its own directory")
+    return names
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -315,5 +346,9 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of a library's message: the rest is advice for its own users."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of a library's message, the next too where it only announces that one: the
+    rest is advice for its own users."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -44,7 +44,10 @@ class BatchSizes:
     """K."""
     num_bounds: int
     """L: the captured layers, then `last` where it is stored."""
-    hidden_size: int
+    row_bytes: int
+    """R of `hidden`."""
+    last_row_bytes: int
+    """R of `last`; 0 where it is not stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,12 +73,11 @@ class Slot:
         )
         self._host = pin(8 * sum(self._counts)).view(torch.int64)
         self._device = torch.empty_like(self._host, device=device)
-        layers = (sizes.num_layers, sizes.hidden_size)
+        hidden = (sizes.num_rows, sizes.num_layers, sizes.row_bytes)
+        last = (sizes.num_last_rows, sizes.last_row_bytes)
         self.rows = PackedRows(
-            hidden_NKH=torch.empty((sizes.num_rows, *layers), dtype=torch.bfloat16, device=device),
-            last_MH=torch.empty(
-                (sizes.num_last_rows, sizes.hidden_size), dtype=torch.bfloat16, device=device
-            ),
+            hidden_NKR=torch.empty(hidden, dtype=torch.uint8, device=device),
+            last_MR=torch.empty(last, dtype=torch.uint8, device=device),
             largest_BL=torch.empty((sizes.num_sequences, sizes.num_bounds), device=device),
             faintest_BL=torch.empty((sizes.num_sequences, sizes.num_bounds), device=device),
         )
@@ -88,7 +90,7 @@ class Slot:
     def size_bytes(self) -> int:
         """Device memory it holds."""
         rows = self.rows
-        tensors = (self._device, rows.hidden_NKH, rows.last_MH, rows.largest_BL, rows.faintest_BL)
+        tensors = (self._device, rows.hidden_NKR, rows.last_MR, rows.largest_BL, rows.faintest_BL)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def clear(self) -> None:
@@ -112,8 +114,8 @@ class Slot:
             ids.view(ids_BT.shape),
             DeviceIndex(row_N, sequence_N, teacher_M, teacher_sequence_M),
             PackedRows(
-                hidden_NKH=self.rows.hidden_NKH[rows],
-                last_MH=self.rows.last_MH[last_rows],
+                hidden_NKR=self.rows.hidden_NKR[rows],
+                last_MR=self.rows.last_MR[last_rows],
                 largest_BL=self.rows.largest_BL[sequences],
                 faintest_BL=self.rows.faintest_BL[sequences],
             ),
@@ -153,20 +155,18 @@ class _Buffer:
     """Host memory of one batch."""
 
     def __init__(self, sizes: BatchSizes, pin: Callable[[int], torch.Tensor]) -> None:
-        row_bytes = 2 * sizes.hidden_size
         bounds_bytes = 4 * sizes.num_sequences * sizes.num_bounds
         # the widest type first, so that each view is aligned
         counts = (
             bounds_bytes,
             bounds_bytes,
-            sizes.num_rows * sizes.num_layers * row_bytes,
-            sizes.num_last_rows * row_bytes,
+            sizes.num_rows * sizes.num_layers * sizes.row_bytes,
+            sizes.num_last_rows * sizes.last_row_bytes,
         )
         self.memory = pin(sum(counts))
         largest, faintest, hidden, last = torch.split(self.memory, list(counts))
-        layers = (sizes.num_layers, sizes.hidden_size)
-        self.hidden_NKH = hidden.view(torch.bfloat16).view(sizes.num_rows, *layers)
-        self.last_MH = last.view(torch.bfloat16).view(sizes.num_last_rows, sizes.hidden_size)
+        self.hidden_NKR = hidden.view(sizes.num_rows, sizes.num_layers, sizes.row_bytes)
+        self.last_MR = last.view(sizes.num_last_rows, sizes.last_row_bytes)
         bounds = (sizes.num_sequences, sizes.num_bounds)
         self.largest_BL = largest.view(torch.float32).view(bounds)
         self.faintest_BL = faintest.view(torch.float32).view(bounds)
@@ -222,8 +222,8 @@ class Offload:
         if slot.copied is not None:
             slot.copied.synchronize()
         if self._poison:
-            for rows in (slot.rows.hidden_NKH, slot.rows.last_MH):
-                rows.fill_(torch.nan)
+            for rows in (slot.rows.hidden_NKR, slot.rows.last_MR):
+                rows.fill_(POISON)
         slot.clear()
         return slot
 
@@ -236,8 +236,8 @@ class Offload:
         buffer = self._take(waiting)
         num_rows, num_last_rows = slot.num_rows, slot.num_last_rows
         pairs = (
-            (buffer.hidden_NKH[:num_rows], slot.rows.hidden_NKH[:num_rows]),
-            (buffer.last_MH[:num_last_rows], slot.rows.last_MH[:num_last_rows]),
+            (buffer.hidden_NKR[:num_rows], slot.rows.hidden_NKR[:num_rows]),
+            (buffer.last_MR[:num_last_rows], slot.rows.last_MR[:num_last_rows]),
             (buffer.largest_BL[: slot.num_sequences], slot.rows.largest_BL[: slot.num_sequences]),
             (buffer.faintest_BL[: slot.num_sequences], slot.rows.faintest_BL[: slot.num_sequences]),
         )
@@ -253,8 +253,8 @@ class Offload:
                 slot.copied.record(self._stream)
         hidden, last, largest, faintest = (there for there, _ in pairs)
         return Parcel(
-            hidden.view(torch.uint8).numpy(),
-            last.view(torch.uint8).numpy(),
+            hidden.numpy(),
+            last.numpy(),
             largest.numpy(),
             faintest.numpy(),
             self._releaser(buffer),

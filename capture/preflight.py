@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from dflash_pipeline.capture.construction import build_store
+from dflash_pipeline.capture.construction import NothingLeftError, build_store
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.stop import Stop
@@ -81,10 +81,20 @@ def check(run: Run, files: TargetFiles, conversations: Sequence[Conversation]) -
                 max_bad_share=1.0,
             ),
             store=replace(run.store, path=str(Path(temporary) / "store"), shard_bytes=1),
-            capture=replace(run.capture, max_bad_share=0.0),
+            # random rows say nothing about the errors of int8 and int4
+            capture=replace(run.capture, max_bad_share=0.0, force=True),
         )
+        dropped = Dropped(num_rows=len(conversations) + 1)
         tried = [*conversations, _conversation()]
-        _capture(twin_run, resolve(twin_run.target), tried)
+        try:
+            _capture(twin_run, resolve(twin_run.target), tried, dropped)
+        except NothingLeftError as error:
+            # all too short a cut: the plan goes on to the rows after these
+            if dropped.num_bad:
+                raise ValueError(
+                    f"target {files.name}: neither the first {len(conversations)} rows nor a plain "
+                    f"question and answer can be rendered: {'; '.join(sorted(dropped.counts))}"
+                ) from error
 
 
 def write_twin(files: TargetFiles, directory: Path) -> int:
@@ -154,12 +164,13 @@ def _conversation() -> Conversation:
     )
 
 
-def _capture(run: Run, files: TargetFiles, conversations: Sequence[Conversation]) -> None:
-    dropped = Dropped(num_rows=len(conversations))
+def _capture(
+    run: Run, files: TargetFiles, conversations: Sequence[Conversation], dropped: Dropped
+) -> None:
     store = build_store(run, files, "cpu", conversations, dropped, "", 1, _say_nothing)
     target = Target.load(files, store.spec.layer_ids, "cpu", torch.float32)
     with Stop() as stop:
-        capture(store, target, run.capture, _Silence(), stop)
+        store = capture(store, target, run.capture, _Silence(), stop)
     seal(store)
     problems = verify(store.path, deep=True).problems
     if problems:

@@ -8,7 +8,10 @@ from typing import Any
 
 
 class Stop:
-    """SIGINT, SIGTERM and SIGHUP end the work between two batches; a second one at once."""
+    """SIGINT, SIGTERM and SIGHUP end the work between two batches; a second one at once.
+
+    One that nobody looked for is raised as the block is left.
+    """
 
     def __init__(self) -> None:
         self._signal = 0
@@ -19,9 +22,12 @@ class Stop:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if kind is None:
+            # one that came after the last look must not be lost: the work goes on behind this block
+            self.check()
 
     def check(self) -> None:
         """KeyboardInterrupt if a signal came."""

@@ -7,7 +7,7 @@ layers are read by hooks on the layers themselves and `last` is what the backbon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from dflash_pipeline.capture import weights
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.configs.errors import UsageError
 
@@ -22,6 +23,7 @@ from dflash_pipeline.configs.errors import UsageError
 _loader: Any = AutoModelForCausalLM
 _logging: Any = transformers_logging
 
+Take = Callable[[int, torch.Tensor], None]
 NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 
 
@@ -53,14 +55,14 @@ class Target:
         if not isinstance(head, nn.Linear):
             raise ValueError(f"{type(model).__name__} has no linear head")
         self.head = head
-        self._soft_cap = float(getattr(text_config, "final_logit_softcapping", None) or 0.0)
+        self.soft_cap = float(getattr(text_config, "final_logit_softcapping", None) or 0.0)
         # Cohere multiplies its logits, Granite divides them
-        self._scale = float(getattr(text_config, "logit_scale", None) or 1.0) / float(
+        self.logit_scale = float(getattr(text_config, "logit_scale", None) or 1.0) / float(
             getattr(text_config, "logits_scaling", None) or 1.0
         )
-        self._kept: dict[int, torch.Tensor] | None = None
-        for layer_id in self.layer_ids:
-            self.layers[layer_id].register_forward_hook(self._keeping(layer_id))
+        self._take: Take | None = None
+        for place, layer_id in enumerate(self.layer_ids):
+            self.layers[layer_id].register_forward_hook(self._giving(place))
 
     @classmethod
     def load(
@@ -71,7 +73,7 @@ class Target:
         dtype: torch.dtype,
     ) -> Target:
         """The target of `files` on `device`; refuses a checkpoint that lacks a weight."""
-        files.weight_paths()
+        weights.check(files.name, files.weight_paths())
         # its bar would stand between our own progress lines
         _logging.disable_progress_bar()
         try:
@@ -81,9 +83,16 @@ class Target:
                 use_safetensors=True,
                 trust_remote_code=files.trust_remote_code,
                 output_loading_info=True,
+                # refused below, with their names
+                ignore_mismatched_sizes=True,
             )
         except (ValueError, KeyError, ImportError) as error:
             raise UsageError(f"target {files.name} cannot be loaded: {error}") from error
+        for key, found, expected in sorted(report["mismatched_keys"]):
+            raise UsageError(
+                f"target {files.name}: {key} has shape {list(found)} in the checkpoint, "
+                f"{list(expected)} by its config.json: they are not of one model"
+            )
         if report["missing_keys"]:
             raise UsageError(
                 f"target {files.name}: the checkpoint lacks {min(report['missing_keys'])} and "
@@ -107,32 +116,39 @@ class Target:
 
         Shorter rows are padded on the right with any id; what comes out there means nothing.
         """
-        self._kept = {}
+        kept: dict[int, torch.Tensor] = {}
+        last_BTH = self.run(ids_BT, kept.__setitem__)
+        return [kept[place] for place in range(len(self.layer_ids))], last_BTH
+
+    @torch.inference_mode()
+    def run(self, ids_BT: torch.Tensor, take: Take) -> torch.Tensor:
+        """The post-norm last_BTH; `take` is given each captured layer's place and [B, T, H] as soon
+        as they are queued, so that none of them needs to outlive its layer."""
+        self._take = take
         try:
-            last_BTH = self.backbone(
+            last_BTH: torch.Tensor = self.backbone(
                 input_ids=ids_BT, attention_mask=None, use_cache=False
             ).last_hidden_state
-            hidden_KBTH = [self._kept[layer_id] for layer_id in self.layer_ids]
         finally:
-            self._kept = None
-        return hidden_KBTH, last_BTH
+            self._take = None
+        return last_BTH
 
     @torch.inference_mode()
     def head_logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] in fp32 of post-norm last states [..., H], as the target makes them."""
         logits: torch.Tensor = self.head(last)
-        if self._scale != 1.0:
-            logits = logits * self._scale
-        if self._soft_cap:
-            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.soft_cap:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits.float()
 
-    def _keeping(self, layer_id: int) -> Any:
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if self._kept is not None:
-                self._kept[layer_id] = output[0] if isinstance(output, tuple) else output
+    def _giving(self, place: int) -> Any:
+        def give(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if self._take is not None:
+                self._take(place, output[0] if isinstance(output, tuple) else output)
 
-        return keep
+        return give
 
 
 def _decoder(model: PreTrainedModel, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:

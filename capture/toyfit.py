@@ -13,7 +13,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -134,9 +134,8 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def toy_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def toy_config() -> Qwen3Config:
     """Five layers, 96 wide; the embedding is the head."""
-    end, pad = tokenizer.convert_tokens_to_ids([END, PAD])
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=96,
@@ -147,8 +146,8 @@ def toy_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         head_dim=24,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        eos_token_id=end,
-        pad_token_id=pad,
+        eos_token_id=SPECIAL_TOKENS.index(END),
+        pad_token_id=SPECIAL_TOKENS.index(PAD),
         bos_token_id=None,
     )
 
@@ -198,36 +197,36 @@ def sorted_conversations() -> Iterator[list[toytext.Messages]]:
             yield pool[start : start + BATCH_SEQUENCES]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon:
     """Momentum made orthogonal by Newton-Schulz steps, for the matrices of the layers.
 
     150 steps to the loss that AdamW has here after 250. torch.optim.Muon iterates in bf16, which is
     slow on a CPU without bf16 instructions.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float, momentum: float):
-        super().__init__(list(parameters), {"lr": lr, "momentum": momentum})
+    def __init__(self, matrices: Sequence[torch.nn.Parameter]) -> None:
+        self._matrices = matrices
+        self._momenta = [torch.zeros_like(matrix) for matrix in matrices]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                total = state.setdefault("momentum", torch.zeros_like(parameter))
-                total.lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonal(parameter.grad.lerp(total, group["momentum"]))
-                scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
-                parameter.add_(update, alpha=-group["lr"] * scale)
+    def step(self, lr: float) -> None:
+        for matrix, momentum in zip(self._matrices, self._momenta, strict=True):
+            assert matrix.grad is not None
+            momentum.lerp_(matrix.grad, 1 - MOMENTUM)
+            update = orthogonal(matrix.grad.lerp(momentum, MOMENTUM))
+            scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+            matrix.add_(update, alpha=-lr * scale)
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """The nearest matrix whose singular values are all about 1 (quintic Newton-Schulz, 5 steps)."""
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide: torch.Tensor = matrix.transpose(0, 1) if is_tall else matrix
     wide = wide / (wide.norm() + 1e-7)
     for _ in range(5):
-        gram = wide @ wide.T
+        gram = wide @ wide.transpose(0, 1)
         wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
-    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+    return wide.transpose(0, 1) if is_tall else wide
 
 
 def schedule(step: int) -> float:
@@ -242,11 +241,8 @@ def fit(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     embedding = model.model.embed_tokens.weight
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
-    optimizers: list[torch.optim.Optimizer] = [
-        Muon(matrices, MATRIX_LR, MOMENTUM),
-        torch.optim.AdamW([embedding, *vectors], PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01),
-    ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, schedule) for each in optimizers]
+    muon = Muon(matrices)
+    adamw = torch.optim.AdamW([embedding, *vectors], betas=(0.9, 0.95), weight_decay=0.01)
     model.train()
     start_s = time.perf_counter()
     total, count = 0.0, 0
@@ -258,10 +254,12 @@ def fit(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         logits_NV = hidden_BTH[:, :-1][predicts_BT] @ embedding.T
         loss = torch.nn.functional.cross_entropy(logits_NV, ids_BT[:, 1:][predicts_BT])
         model.zero_grad()
-        loss.backward()
+        torch.autograd.backward([loss])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for each in (*optimizers, *schedules):
-            each.step()
+        share = schedule(step - 1)
+        muon.step(share * MATRIX_LR)
+        adamw.param_groups[0]["lr"] = share * PEAK_LR
+        adamw.step()
         total, count = total + float(loss.detach()), count + 1
         if step % 50 == 0:
             seconds = time.perf_counter() - start_s
@@ -272,7 +270,7 @@ def fit(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
 @torch.no_grad()
 def judge(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
     """Share of held-out prompts answered word for word as the templates would, by domain."""
-    model.eval()
+    model.train(False)
     shares: dict[str, float] = {}
     for domain in toytext.DOMAINS:
         source = toytext.conversations(domain, "eval", SEED)
@@ -311,13 +309,16 @@ def main(out: Path) -> None:
     torch.manual_seed(SEED)
     random.seed(SEED)
     tokenizer = train_tokenizer()
-    model = Qwen3ForCausalLM(toy_config(tokenizer))
+    model = Qwen3ForCausalLM(toy_config())
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{num_parameters} parameters, {NUM_STEPS} steps", flush=True)
     fit(model, tokenizer)
-    model.to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
     save(model, tokenizer, out)
-    print(f"answered as the templates would: {judge(model.float(), tokenizer)}")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    print(f"answered as the templates would: {judge(model, tokenizer)}")
 
 
 if __name__ == "__main__":

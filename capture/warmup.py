@@ -11,6 +11,7 @@ import torch
 from dflash_pipeline.capture.offload import BatchSizes
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import Layout
 
 
@@ -38,7 +39,8 @@ def largest_batch(store: Store) -> BatchSizes:
         num_last_rows=last_rows if spec.has_last else 0,
         num_layers=spec.num_layers,
         num_bounds=spec.num_amax,
-        hidden_size=spec.hidden_size,
+        row_bytes=row_bytes(spec.hidden_mode, spec.hidden_size),
+        last_row_bytes=row_bytes(spec.last_mode, spec.hidden_size) if spec.has_last else 0,
     )
 
 
@@ -69,7 +71,8 @@ def warm_up(target: Target, shapes: list[tuple[int, int]]) -> None:
         return
     for shape in shapes:
         try:
-            target.forward(torch.zeros(shape, dtype=torch.int64, device=target.device))
+            ids_BT = torch.zeros(shape, dtype=torch.int64, device=target.device)
+            target.run(ids_BT, lambda _place, _hidden_BTH: None)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
     torch.cuda.synchronize(target.device)

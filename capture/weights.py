@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+
+from dflash_pipeline.configs.errors import UsageError
 
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -47,6 +49,18 @@ def embedding_and_head(
             f"{len(heads)} tensors {HEAD_NAMES} have shape {shape}: {[key for _, key in heads]}"
         )
     return embed_VH, _bf16_bits(*heads[0])
+
+
+def check(name: str, paths: Sequence[Path]) -> None:
+    """Raise UsageError, naming the target `name`, for a file that no safetensors reader opens."""
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise UsageError(
+                f"target {name}: {path} is damaged or no safetensors file ({error}): fetch it again"
+            ) from error
 
 
 def _tensors(paths: Sequence[Path]) -> Iterator[tuple[Path, str, tuple[int, ...]]]:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_pipeline.capture import gate
+from dflash_pipeline.capture.calibrating import calibrated
 from dflash_pipeline.capture.forward import Forward, ForwardFailed
 from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.offload import Offload, Parcel
@@ -67,7 +68,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         log.say(f"{run.target.id} is ready on {place.device} ({target.dtype})")
         try:
             with Stop() as stop:
-                capture(store, target, run.capture, log, stop)
+                store = capture(store, target, run.capture, log, stop)
         except KeyboardInterrupt:
             log.say("stopped; committed shards are kept, run the same command to go on")
             raise
@@ -108,36 +109,46 @@ def seal(store: Store) -> None:
             store.seal()
 
 
-def capture(store: Store, target: Target, config: CaptureConfig, log: Voice, stop: Stop) -> None:
-    """Take free shards and write them until the store is complete."""
+def capture(store: Store, target: Target, config: CaptureConfig, log: Voice, stop: Stop) -> Store:
+    """Take free shards and write them until the store is complete; the store as it is then."""
     beats = {"heartbeat_s": config.heartbeat_s, "hung_s": config.hung_s}
-    with (
-        Leases(store.path, store.layout, **beats) as leases,
-        Offload(
-            largest_batch(store),
-            target.device,
-            num_slots=config.device_buffers,
-            num_buffers=config.host_buffers,
-            poison=os.environ.get("DFLASH_POISON") == "1",
-        ) as offload,
-        StoreWriter(store, leases, depth=config.host_buffers) as writer,
-    ):
+    with Leases(store.path, store.layout, **beats) as leases:
         leases.sweep()
         # a run that is started again tries what was set aside again
         leases.forgive()
-        worker = Worker(store, target, config, log, stop, leases, offload, writer)
-        while not store.is_complete:
-            lease = leases.claim(store.is_open, max_failures=config.max_shard_failures)
-            if lease is not None:
-                worker.take(lease)
-                continue
-            writer.wait()
-            worker.refresh()
-            worker.check_set_aside()
-            if not store.is_complete:
-                log.state("waiting")
-                worker.beat()
-                time.sleep(IDLE_S)
+
+        def beat() -> None:
+            leases.beat()
+            stop.check()
+
+        def wait() -> None:
+            log.state("waiting")
+            beat()
+
+        store = calibrated(store, target, config, leases, log.say, beat, wait)
+        with (
+            Offload(
+                largest_batch(store),
+                target.device,
+                num_slots=config.device_buffers,
+                num_buffers=config.host_buffers,
+                poison=os.environ.get("DFLASH_POISON") == "1",
+            ) as offload,
+            StoreWriter(store, leases, depth=config.host_buffers) as writer,
+        ):
+            worker = Worker(store, target, config, log, stop, leases, offload, writer)
+            while not store.is_complete:
+                lease = leases.claim(store.is_open, max_failures=config.max_shard_failures)
+                if lease is not None:
+                    worker.take(lease)
+                    continue
+                writer.wait()
+                worker.refresh()
+                worker.check_set_aside()
+                if not store.is_complete:
+                    wait()
+                    time.sleep(IDLE_S)
+    return store
 
 
 @dataclass(slots=True)
@@ -269,6 +280,7 @@ class Worker:
 
     def _finish(self, tally: _Tally) -> None:
         store, writer = self._store, self._writer
+        # int4's signed scales put each group's extreme on -8: nothing is ever cut off
         clipped_L = np.zeros(store.spec.num_amax, np.uint32)
         if self._is_gated:
             writer.submit(tally.amax_L, clipped_L, tally.bad, halved=tally.is_halved)
@@ -282,7 +294,12 @@ class Worker:
             count = min(self._config.gate_samples, len(good))
             chosen = [good[place] for place in np.linspace(0, len(good) - 1, count, dtype=int)]
             for line in gate.check(
-                self._target, store.spec, chosen, store.tokens, writer.read_back
+                self._target,
+                store.spec,
+                store.calibration,
+                chosen,
+                store.tokens,
+                writer.read_back,
             ):
                 self._log.say(f"gate: {line}")
             self._is_gated = True

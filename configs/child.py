@@ -6,6 +6,7 @@ Nothing heavy is imported before the function's own module.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import importlib
 import json
@@ -67,6 +68,9 @@ def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
 def one_line(error: BaseException) -> str:
     """What a person needs: the text of a ValueError or OSError, else with the type before it."""
     text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # a failed write does not know its file
+        return f"{text}: free some space where the command writes, then run it again"
     if isinstance(error, (ValueError, OSError)) and text:
         return text
     name = type(error).__name__

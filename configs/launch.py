@@ -226,6 +226,8 @@ def _explain(child: _Child, screen: Screen) -> None:
         text = f"the process was ended by {name}"
         if -child.code == signal.SIGKILL:
             text += ", as the kernel does when memory runs out"
+    elif not text and child.code > 128:
+        text = f"the process was told to stop by {signal.Signals(child.code - 128).name}"
     log = log_path(place.log_dir, place.stage, place.rank)
     who = f"rank {place.rank}, " if place.world > 1 else ""
     text = text or f"exit code {child.code}"

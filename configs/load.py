@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 import os
 import tomllib
 import typing
@@ -223,14 +224,17 @@ def _checked(value: object, kind: Any, place: str) -> object:
             raise UsageError(f"{place} must be a list of {item.__name__}, got {value!r}")
         return tuple(_checked(one, item, f"{place}[{i}]") for i, one in enumerate(items))
     assert isinstance(kind, type), f"the schema holds a type that is not read here: {kind}"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise UsageError(f"{place} is too large a number: {value:.3g}")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{place} must be a finite number, got {value}")
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise UsageError(f"{place} must be {kind.__name__}, got {value!r}")
     return value
 
 
 def _toml(value: object) -> str:
-    # json writes 1e-08 and 1e22 as TOML reads them; only non-finite numbers differ
-    text = json.dumps(value, ensure_ascii=False)
-    return {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get(text, text)
+    # json writes 1e-08 and 1e22 as TOML reads them; `_checked` lets no other kind of number in
+    return json.dumps(value, ensure_ascii=False)

@@ -44,6 +44,11 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         _need(self.num_capture_layers >= 1, "target.num_capture_layers must be at least 1")
+        _need(
+            self.mask_token_id >= -1,
+            f"target.mask_token_id must be at least 0, or -1 for the usual one, got "
+            f"{self.mask_token_id}",
+        )
         for layer_id in self.layer_ids:
             _need(layer_id >= 0, f"target.layer_ids holds {layer_id}: a layer id is at least 0")
         _need(
@@ -84,9 +89,9 @@ class StoreConfig:
 
     path: str = ""
     """Directory of the store."""
-    hidden_mode: Literal["bf16"] = "bf16"
+    hidden_mode: Literal["bf16", "int8", "int4"] = "bf16"
     """How a captured layer's row is stored."""
-    last_mode: Literal["bf16", "none"] = "bf16"
+    last_mode: Literal["bf16", "int8", "int4", "none"] = "bf16"
     """How the post-norm last state is stored; none: not at all (enough for plain cross-entropy)."""
     last_rows: Literal["teacher", "all"] = "teacher"
     """Rows of `last`: those that predict a supervised token, or all."""
@@ -132,6 +137,9 @@ class GenerateConfig:
         _need(self.samples >= 1, f"generate.samples must be at least 1, got {self.samples}")
         _need(self.temperature >= 0, "generate.temperature must be at least 0")
         _need(0 < self.top_p <= 1, f"generate.top_p must be in (0, 1], got {self.top_p}")
+        _need(self.top_k >= 0, f"generate.top_k must be at least 0, got {self.top_k}")
+        _need(self.retries >= 0, f"generate.retries must be at least 0, got {self.retries}")
+        _need(self.timeout_s > 0, f"generate.timeout_s must be above 0, got {self.timeout_s}")
         _need(self.max_new_tokens >= 1, "generate.max_new_tokens must be at least 1")
         _need(self.batch_size >= 1, "generate.batch_size must be at least 1")
         _need(self.concurrency >= 1, "generate.concurrency must be at least 1")
@@ -166,6 +174,8 @@ class CaptureConfig:
     """Batches whose rows the GPU holds at the same time: one being computed, one being copied."""
     host_buffers: int = 4
     """Batches held in host memory on their way to the disk."""
+    force: bool = False
+    """Capture although int8 or int4 misses its error bounds for this target; the store says so."""
     seed: int = 0
     """Seed of the order of batches."""
 
@@ -176,6 +186,9 @@ class CaptureConfig:
         _need(self.num_buckets >= 1, "capture.num_buckets must be at least 1")
         _need(self.pad_multiple >= 1, "capture.pad_multiple must be at least 1")
         _need(self.gate_samples >= 1, "capture.gate_samples must be at least 1")
+        _need(0 <= self.max_bad_share <= 1, "capture.max_bad_share must be in [0, 1]")
+        _need(self.max_shard_failures >= 1, "capture.max_shard_failures must be at least 1")
+        _need(self.heartbeat_s > 0, "capture.heartbeat_s must be above 0")
         _need(self.hung_s > 2 * self.heartbeat_s, "capture.hung_s must exceed two heartbeats")
 
 
@@ -209,7 +222,16 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         _need(self.num_layers >= 1, f"drafter.num_layers must be at least 1, got {self.num_layers}")
         _need(self.block_size >= 2, f"drafter.block_size must be at least 2, got {self.block_size}")
-        _need(self.sliding_window >= 0, "drafter.sliding_window must be at least 0")
+        for layer_id in self.layer_ids:
+            _need(layer_id >= 0, f"drafter.layer_ids holds {layer_id}: a layer id is at least 0")
+        _need(
+            len(set(self.layer_ids)) == len(self.layer_ids),
+            f"drafter.layer_ids {self.layer_ids} names a layer twice",
+        )
+        sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
+        for name in (*sizes, "rope_theta"):
+            _need(getattr(self, name) >= 0, f"drafter.{name} must be at least 0")
+        _need(self.init_std > 0, f"drafter.init_std must be above 0, got {self.init_std}")
         _need(
             0 <= self.num_full_layers <= self.num_layers,
             "drafter.num_full_layers must be between 0 and drafter.num_layers",
@@ -228,8 +250,8 @@ class LossConfig:
     """Temperature of both distributions in the KL term."""
     gamma: float = 7.0
     """Slots until a slot's weight has fallen to 1/e (7, 5, 4 for blocks of 16, 10, 8)."""
-    position_chunk: int = 1024
-    """Drafted positions whose logits exist at the same time."""
+    position_chunk: int = 1920
+    """Drafted positions whose logits exist at the same time (4 bytes x vocabulary each)."""
 
     def __post_init__(self) -> None:
         _need(self.ce >= 0, f"loss.ce must be at least 0, got {self.ce}")
@@ -267,6 +289,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _need(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
+        _need(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
+        _need(self.weight_decay >= 0, "optim.weight_decay must be at least 0")
         _need(0 <= self.beta1 < 1, "optim.beta1 must be in [0, 1)")
         _need(0 <= self.beta2 < 1, "optim.beta2 must be in [0, 1)")
         _need(self.clip >= 0, "optim.clip must be at least 0")
@@ -343,6 +367,8 @@ class TrainConfig:
         _need(self.batch_tokens >= 2, "train.batch_tokens must be at least 2")
         _need(self.max_steps >= 0, "train.max_steps must be at least 0")
         _need(self.validate_every >= 0, "train.validate_every must be at least 0")
+        _need(self.validate_samples >= 1, "train.validate_samples must be at least 1")
+        _need(self.timeout_s > 0, f"train.timeout_s must be above 0, got {self.timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

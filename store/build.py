@@ -37,8 +37,9 @@ import numpy as np
 from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
-from dflash_pipeline.store import commit, durable, metadata, paths
+from dflash_pipeline.store import commit, durable, flatfiles, metadata, paths
 from dflash_pipeline.store.checksum import crc32c
+from dflash_pipeline.store.documents import canonical, kinds
 from dflash_pipeline.store.metadata import Root
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.shard import hidden_shape, last_shape
@@ -187,12 +188,12 @@ class StoreBuilder:
                 self._write(paths.token_crc_file(bucket), crcs)
         root = self._root(plan_hash(self._table, self._token_digests), {})
         for name, document in metadata.documents(root, self._spec, self._layout).items():
-            self._write(f"{name}/zarr.json", metadata.canonical(document))
+            self._write(f"{name}/zarr.json", canonical(document))
         names = metadata.hashed_files(root, self._spec, self._layout)
-        hashes = {name: metadata.sha256_of(self._directory / name) for name in names}
+        hashes = {name: flatfiles.sha256_of(self._directory / name) for name in names}
         self._link_raw()
         document = metadata.root_document(self._root(root.plan_hash, hashes))
-        self._write("zarr.json", metadata.canonical(document))
+        self._write("zarr.json", canonical(document))
         _sync_tree(self._directory)
         if self._path.is_dir():
             # `existing` said that it is empty; rmdir refuses if it no longer is
@@ -219,10 +220,11 @@ class StoreBuilder:
 
     def _link_raw(self) -> None:
         """The raw companion arrays are other documents over the same chunk files."""
-        kinds = ("hidden", "last") if self._spec.has_last else ("hidden",)
         for bucket in range(len(self._layout.num_shards)):
-            for kind in kinds:
-                (self._directory / f"b{bucket}/{kind}/c").mkdir()
+            for kind, mode, _ in kinds(self._spec):
+                if mode == "bf16":
+                    # a folder without a document would be a foreign one to zarr
+                    (self._directory / f"b{bucket}/{kind}/c").mkdir()
                 link = self._directory / f"raw/b{bucket}/{kind}/c"
                 link.symlink_to(f"../../../b{bucket}/{kind}/c")
 
@@ -279,6 +281,8 @@ def plan_hash(table: SampleTable, token_digests: Mapping[ShardId, bytes]) -> str
 def _sync_tree(directory: Path) -> None:
     for parent, _, names in os.walk(directory):
         for name in names:
+            if (Path(parent) / name).is_symlink():
+                continue
             descriptor = os.open(Path(parent) / name, os.O_RDONLY)
             try:
                 os.fsync(descriptor)

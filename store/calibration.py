@@ -10,14 +10,17 @@ channels.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.quantise import (
     GROUP_SIZES,
     MODES,
@@ -25,7 +28,6 @@ from dflash_pipeline.store.quantise import (
     Calibration,
     rotation_block,
 )
-from dflash_pipeline.store.rows import bf16_bits, bf16_to_float32
 
 Float = NDArray[np.float32]
 Calibrations = list[Calibration | None]
@@ -36,6 +38,37 @@ NUM_ROWS = 4096
 """Rows to calibrate from: about 1,000 settled the kept channels of SmolLM2-135M."""
 NUM_FIRST = 4
 """First positions of each sample that are always among the rows: attention sinks stand there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibrated:
+    """The calibrations of a store as its readers and writers take them."""
+
+    hidden: tuple[Calibration, ...] = ()
+    """One a captured layer; empty where `hidden` is bf16."""
+    last: tuple[Calibration, ...] = ()
+    """The one of `last`; empty where it is bf16 or not stored."""
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """The guard's findings, plain JSON values."""
+
+    @classmethod
+    def of(
+        cls, calibrations: Calibrations, num_layers: int, report: Mapping[str, Any]
+    ) -> Calibrated:
+        """From one entry a captured layer, then one for `last` where it is stored."""
+        hidden, last = calibrations[:num_layers], calibrations[num_layers:]
+        return cls(
+            tuple(entry for entry in hidden if entry is not None),
+            tuple(entry for entry in last if entry is not None),
+            report,
+        )
+
+    def entries(self, num_layers: int, has_last: bool) -> Calibrations:
+        """The inverse of `of`."""
+        entries: Calibrations = [*(self.hidden or [None] * num_layers)]
+        if has_last:
+            entries.append(self.last[0] if self.last else None)
+        return entries
 
 
 def calibration_positions(num_tokens_S: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -148,3 +181,45 @@ def calibration_hash(calibrations: Calibrations) -> str:
         digest.update(f"{name}{arrays[name].shape}".encode())
         digest.update(arrays[name].astype(arrays[name].dtype.newbyteorder("<")).tobytes())
     return digest.hexdigest()
+
+
+def to_configuration(calibrations: Sequence[Calibration]) -> dict[str, Any]:
+    """What the codec of an array needs to know: plain JSON, the centres as base64 of their bits."""
+    first = calibrations[0]
+    return {
+        "mode": first.mode,
+        "group": first.group,
+        "block": first.block,
+        "layers": [
+            {
+                "kept": entry.kept_k.tolist(),
+                "centre": base64.b64encode(entry.centre_H.astype("<u2").tobytes()).decode(),
+            }
+            for entry in calibrations
+        ],
+    }
+
+
+def from_configuration(configuration: Mapping[str, Any]) -> tuple[Calibration, ...]:
+    """The inverse of `to_configuration`; anything else raises ValueError."""
+    try:
+        layers = [
+            (np.array(layer["kept"], np.int32), base64.b64decode(layer["centre"], validate=True))
+            for layer in configuration["layers"]
+        ]
+        fields = {"mode", "group", "block", "layers"}
+        if set(configuration) != fields or not layers:
+            raise ValueError(f"fields {sorted(configuration)}, expected {sorted(fields)}")
+        return tuple(
+            Calibration(
+                mode=configuration["mode"],
+                hidden_size=len(centre) // 2,
+                group=configuration["group"],
+                block=configuration["block"],
+                kept_k=kept_k,
+                centre_H=np.frombuffer(centre, "<u2").astype(np.uint16),
+            )
+            for kept_k, centre in layers
+        )
+    except (KeyError, TypeError, OverflowError, ValueError) as error:
+        raise ValueError(f"calibration of rows in {sorted(configuration)}: {error}") from None

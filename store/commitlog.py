@@ -81,6 +81,11 @@ class CommitLog:
             content = file.read_bytes()
         except FileNotFoundError:
             return False
+        except OSError:
+            if self._problems is None:
+                raise
+            # judged like an empty one
+            content = b""
         whole = content[: len(content) // 4 * 4]
         words = np.frombuffer(whole, "<u4") if len(whole) == len(content) else np.empty(0, "<u4")
         return self._add(shard_id, words, str(file))

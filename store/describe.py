@@ -15,7 +15,6 @@ import numpy as np
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.report import render
-from dflash_pipeline.store.rows import decode
 from dflash_pipeline.store.snippet import snippet
 from dflash_pipeline.store.spec import SAMPLE_STATES, ShardId
 from dflash_pipeline.store.table import HELD_OUT
@@ -30,7 +29,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     found: dict[str, Any] = {"path": str(path), "problems": problems}
     try:
         store = Store(root, problems)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         if not (root / "zarr.json").exists():
             raise
         problems.append(str(error))
@@ -62,8 +61,9 @@ def describe(path: str | Path) -> dict[str, Any]:
         "buckets": [_bucket(store, bucket) for bucket in range(len(layout.num_shards))],
         "lengths": _histogram(table.num_tokens),
         "layers": _layers(store),
+        "calibration": dict(store.calibration.report),
         "leftovers": _leftovers(store),
-        "snippet": snippet(str(path)),
+        "snippet": snippet(str(path), store.spec.hidden_mode),
     }
     found["total"] = _total(store, found["buckets"])
     found["progress"] = _progress(store, found["total"])
@@ -72,6 +72,8 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 
 def _state(store: Store) -> str:
+    if not store.spec.is_calibrated:
+        return "not calibrated yet"
     if store.is_sealed:
         return "sealed"
     return "complete, not sealed" if store.is_complete else "growing"
@@ -169,8 +171,8 @@ def _sample(store: Store, problems: list[str]) -> dict[str, Any] | None:
     i = int(readable[0])
     try:
         ids_T, mask_T = store.tokens(i)
-        hidden_TKH = decode(store.hidden(i), store.spec.hidden_mode)
-    except ValueError as error:
+        hidden_TKH = store.decode_hidden(store.hidden(i))
+    except (OSError, ValueError) as error:
         problems.append(str(error))
         return None
     ids = ids_T[:_SHOWN_TOKENS].tolist()

@@ -5,16 +5,16 @@ Letters: N rows, K captured layers, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_pipeline.store.bf16 import bf16_to_float32
 from dflash_pipeline.store.calibration import Calibrations
 from dflash_pipeline.store.quantise import Calibration, decode, encode
-from dflash_pipeline.store.rows import bf16_to_float32
 
 Float = NDArray[np.float32]
 
@@ -166,13 +166,14 @@ class _Softmax:
 
     @property
     def log_sum_N(self) -> NDArray[np.float64]:
-        return np.log(self.sum_N) + self.max_N
+        log_sum_N: NDArray[np.float64] = np.log(self.sum_N) + self.max_N
+        return log_sum_N
 
 
 def _logits(raw_NV: Float, multiplier: float, soft_cap: float) -> NDArray[np.float64]:
     logits_NV: NDArray[np.float64] = raw_NV.astype(np.float64) * multiplier
     if soft_cap:
-        return np.multiply(np.tanh(logits_NV / soft_cap), soft_cap, dtype=np.float64)
+        logits_NV = soft_cap * np.tanh(logits_NV / soft_cap)
     return logits_NV
 
 
@@ -199,9 +200,39 @@ def violations(layers: Sequence[LayerReport], head: HeadReport | None) -> list[s
     return missed
 
 
-def report_record(layers: Sequence[LayerReport], head: HeadReport | None) -> dict[str, Any]:
-    """The reports as plain JSON values."""
+def report_record(
+    layers: Sequence[LayerReport], head: HeadReport | None, missed: Sequence[str]
+) -> dict[str, Any]:
+    """The reports, and the bounds that were missed, as plain JSON values.
+
+    Rounded to four digits: sums in another order, on another machine, shall read the same.
+    """
     return {
-        "layers": [asdict(layer) for layer in layers],
-        "head": None if head is None else asdict(head),
+        "layers": [_rounded(asdict(layer)) for layer in layers],
+        "head": None if head is None else _rounded(asdict(head)),
+        "missed": list(missed),
     }
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
+        for name, value in values.items()
+    }
+
+
+def report_lines(record: Mapping[str, Any]) -> list[str]:
+    """A record as lines for a person; none for a store of bf16."""
+    lines = [
+        f"{layer['name']} as {layer['mode']}: error {layer['error_median']:.2%} "
+        f"(p99 {layer['error_p99']:.2%}), cosine {layer['cosine_median']:.5f} "
+        f"(least {layer['cosine_min']:.4f}), amax {layer['amax']:.4g}, {layer['num_rows']} rows"
+        for layer in record.get("layers", [])
+    ]
+    head = record.get("head")
+    if head:
+        lines.append(
+            f"head on last as {head['mode']}: first choice kept in {head['top1']:.1%}, "
+            f"KL {head['kl']:.4f} nats, {head['num_rows']} rows"
+        )
+    return lines + [f"accepted by --force: {text}" for text in record.get("missed", [])]

@@ -1,24 +1,37 @@
-"""The Zarr documents of a store, written and read here without zarr: canonical JSON, one line each.
+"""What a store's zarr.json files say, and how its root is read.
 
-The root's document carries a checksum of itself and a hash of each file that the plan fixes, so a
-damaged byte anywhere is found (`check.py`) and named.
+The root's document carries a checksum of itself and a hash of each file that is fixed before the
+first row is written, so a damaged byte anywhere is found (`check.py`) and named. Where rows are
+int8 or int4, part of that is fixed by the calibration (`completion.py`): until then the root says
+so by an empty `calibration_hash`, and the arrays that could not be decoded have no document.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
+from typing import cast
 
 from dflash_pipeline.store import commit, paths
+from dflash_pipeline.store.calibrationgroup import calibration_files
 from dflash_pipeline.store.checksum import crc32c
+from dflash_pipeline.store.documents import (
+    BF16,
+    DIMENSIONS,
+    DTYPE_NAMES,
+    LITTLE,
+    Document,
+    array,
+    canonical,
+    flat,
+    group,
+    kinds,
+    packed,
+    sharded,
+)
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import (
     FORMAT,
@@ -30,12 +43,7 @@ from dflash_pipeline.store.spec import (
 )
 from dflash_pipeline.store.table import COLUMNS, KEY_COLUMNS
 
-Document = dict[str, Any]
-
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_DTYPE_NAMES = {"u1": "uint8", "i2": "int16", "i4": "int32", "i8": "int64", "u4": "uint32"}
-_DTYPE_NAMES |= {"u8": "uint64", "u2": "uint16"}
-_LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _ZSTD = {"name": "zstd", "configuration": {"level": 3, "checksum": False}}
 TOKEN_ARRAYS = {"input_ids": "<u4", "loss_mask": "|u1"}
 """Arrays with one zstd chunk a shard, written with the plan."""
@@ -68,12 +76,8 @@ class Root:
     plan_hash: str
     """sha256 of the sample table and of all tokens."""
     hashes: Mapping[str, object]
-    """sha256 of each file that the plan fixes, by path; token chunks have theirs in `token_crc`."""
-
-
-def canonical(document: Document) -> bytes:
-    """The one serialisation of a document that this program writes."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    """sha256 of each file that plan and calibration fix, by path; token chunks have theirs in
+    `token_crc`."""
 
 
 def root_document(root: Root) -> Document:
@@ -148,22 +152,22 @@ def check_file_name(name: str) -> None:
 
 
 def hashed_files(root: Root, spec: StoreSpec, layout: Layout) -> list[str]:
-    """Each file with a hash in the root: all that the plan fixes, token chunks apart."""
+    """Each file with a hash in the root: all that is fixed by now, token chunks apart."""
     chunks = [paths.column_file(name) for name in (*COLUMNS, *KEY_COLUMNS)]
     chunks += [paths.token_crc_file(b) for b, num in enumerate(layout.num_shards) if num]
     chunks += [paths.EMBED_FILE, *([paths.HEAD_FILE] if root.num_head_rows else [])]
     chunks += [paths.target_file(name) for name, size in root.file_bytes.items() if size]
-    return [f"{name}/zarr.json" for name in documents(root, spec, layout)] + chunks
+    files = [f"{name}/zarr.json" for name in documents(root, spec, layout)] + chunks
+    return files + (calibration_files(spec, layout) if spec.is_calibrated else [])
 
 
 def documents(root: Root, spec: StoreSpec, layout: Layout) -> dict[str, Document]:
-    """The document of each group and array below the root, by path."""
+    """The document of each group and array below the root that the plan fixes, by path."""
     result = {name: group({}) for name in ("target", "target/files", "samples", "raw")}
-    bf16 = {"dtype": "bfloat16", "to_float32": "(x.astype('u4') << 16).view('f4')"}
     shape = (spec.vocab_size, spec.hidden_size)
-    result["target/embed"] = flat("<u2", shape, ("token", "channel"), bf16)
+    result["target/embed"] = flat("<u2", shape, ("token", "channel"), BF16)
     if root.num_head_rows:
-        result["target/head"] = flat("<u2", shape, ("token", "channel"), bf16)
+        result["target/head"] = flat("<u2", shape, ("token", "channel"), BF16)
     for name, size in root.file_bytes.items():
         result[f"target/files/{name}"] = flat("|u1", (cast("int", size),), ("byte",), {})
     for name, dtype in COLUMNS.items():
@@ -182,110 +186,27 @@ def _bucket(spec: StoreSpec, layout: Layout, bucket: int, num_shards: int) -> di
     num_rows = num_shards * rows
     note = {"max_len": layout.bucket_bounds[bucket], "rows_per_shard": rows}
     result = {name: group(note), f"raw/{name}": group(note)}
-    shards = (("token", "layer", "channel"), spec.hidden_mode, "hidden", (spec.num_layers,))
-    last = (("token", "channel"), spec.last_mode, "last", ())
-    for dims, mode, kind, lead in (shards, last) if spec.has_last else (shards,):
-        packed = {"name": "dflash.packed_rows", "configuration": {"mode": mode}}
-        row = (*lead, spec.hidden_size)
-        result[f"{name}/{kind}"] = _sharded("float32", num_rows, row, layout, packed, dims)
+    for kind, mode, lead in kinds(spec):
+        if mode == "bf16":
+            configuration = {"mode": mode}
+            document = packed(spec, layout, num_shards, kind, lead, configuration)
+            result[f"{name}/{kind}"] = document
         row = (*lead, row_bytes(mode, spec.hidden_size))
-        raw_dims = (*dims[:-1], "byte")
+        dims = (*DIMENSIONS[kind][:-1], "byte")
         one_byte = {"name": "bytes"}
-        result[f"raw/{name}/{kind}"] = _sharded("uint8", num_rows, row, layout, one_byte, raw_dims)
+        result[f"raw/{name}/{kind}"] = sharded("uint8", num_rows, row, layout, one_byte, dims)
     for kind, dtype in TOKEN_ARRAYS.items():
-        bytes_codec = _LITTLE if dtype == "<u4" else {"name": "bytes"}
-        result[f"{name}/{kind}"] = _array(
-            _DTYPE_NAMES[dtype[1:]], (num_rows,), (rows,), [bytes_codec, _ZSTD], ("token",), {}
+        bytes_codec = LITTLE if dtype == "<u4" else {"name": "bytes"}
+        result[f"{name}/{kind}"] = array(
+            DTYPE_NAMES[dtype[1:]], (num_rows,), (rows,), [bytes_codec, _ZSTD], ("token",), {}
         )
     width = commit.width(spec, layout, bucket)
     fields = {key: [s.start, s.stop] for key, s in commit.fields_of(spec, layout, bucket).items()}
-    result[f"{name}/commit"] = _array(
-        "uint32", (num_shards, width), (1, width), [_LITTLE], ("shard", "word"), {"fields": fields}
+    result[f"{name}/commit"] = array(
+        "uint32", (num_shards, width), (1, width), [LITTLE], ("shard", "word"), {"fields": fields}
     )
     names = {"columns": list(TOKEN_ARRAYS)}
     result[f"{name}/token_crc"] = flat(
         "<u4", (num_shards, len(TOKEN_ARRAYS)), ("shard", "array"), names
     )
     return result
-
-
-def group(attributes: Document) -> Document:
-    """A group's document."""
-    return {"attributes": attributes, "node_type": "group", "zarr_format": 3}
-
-
-def flat(dtype: str, shape: Sequence[int], dims: Sequence[str], attributes: Document) -> Document:
-    """An array whose one chunk file is the array itself, C order, no compression."""
-    codec = _LITTLE if dtype[0] == "<" else {"name": "bytes"}
-    chunk = [max(size, 1) for size in shape]
-    return _array(_DTYPE_NAMES[dtype[1:]], shape, chunk, [codec], dims, attributes)
-
-
-def _sharded(
-    data_type: str,
-    num_rows: int,
-    row: tuple[int, ...],
-    layout: Layout,
-    codec: Document,
-    dims: Sequence[str],
-) -> Document:
-    inner = {
-        "chunk_shape": [layout.chunk_rows, *row],
-        "codecs": [codec],
-        "index_codecs": [_LITTLE, {"name": "crc32c"}],
-        "index_location": "end",
-    }
-    sharding = {"name": "sharding_indexed", "configuration": inner}
-    chunk = (layout.rows_per_shard, *row)
-    return _array(data_type, (num_rows, *row), chunk, [sharding], dims, {})
-
-
-def _array(
-    data_type: str,
-    shape: Sequence[int],
-    chunk: Sequence[int],
-    codecs: Sequence[Document],
-    dims: Sequence[str],
-    attributes: Document,
-) -> Document:
-    return {
-        "attributes": attributes,
-        "chunk_grid": {"configuration": {"chunk_shape": list(chunk)}, "name": "regular"},
-        "chunk_key_encoding": {"configuration": {"separator": "/"}, "name": "default"},
-        "codecs": list(codecs),
-        "data_type": data_type,
-        "dimension_names": list(dims),
-        "fill_value": 0.0 if data_type == "float32" else 0,
-        "node_type": "array",
-        "shape": list(shape),
-        "storage_transformers": [],
-        "zarr_format": 3,
-    }
-
-
-def sha256_of(file: Path) -> str:
-    """sha256 of a file's bytes."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def read_flat(store: Path, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """A flat array of the store read whole, after its size is checked."""
-    file = inside(store, name)
-    expected = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
-    try:
-        found = file.stat().st_size
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing: the store is damaged") from None
-    if found != expected:
-        raise ValueError(f"{file} has {found} bytes, expected {expected}: the store is damaged")
-    return np.fromfile(file, dtype).reshape(shape)
-
-
-def inside(store: Path, name: str) -> Path:
-    """The file of this name, which must not lead out of the store through a link."""
-    file = store / name
-    root = os.path.join(os.path.realpath(store), "")
-    if not os.path.realpath(file).startswith(root):
-        raise ValueError(f"{file} leads out of the store: refused")
-    return file

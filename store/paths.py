@@ -53,6 +53,9 @@ def target_file(name: str) -> str:
     return f"target/files/{name}/c/0"
 
 
+CALIBRATION = "calibration"
+KEPT_FILE = "calibration/kept/c/0/0"
+CENTRE_FILE = "calibration/centre/c/0/0"
 EMBED_FILE = "target/embed/c/0/0"
 HEAD_FILE = "target/head/c/0/0"
 SEALED_FILE = "commit_sealed/c/0"

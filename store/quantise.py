@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_pipeline.store.rows import bf16_bits, bf16_to_float32
+from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 
 Bytes = NDArray[np.uint8]
 Float = NDArray[np.float32]

@@ -20,7 +20,8 @@ import numpy as np
 from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
-from dflash_pipeline.store import durable, metadata, paths
+from dflash_pipeline.store import durable, flatfiles, metadata, paths
+from dflash_pipeline.store.calibrationgroup import read_calibration
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commit import Commit
 from dflash_pipeline.store.commitlog import CommitLog
@@ -61,6 +62,9 @@ class Store:
         self.path = Path(path)
         self.root, self.spec, self.layout, self.attributes = metadata.read_root(self.path)
         self.plan_hash = self.root.plan_hash
+        self.calibration = read_calibration(self.path, self.spec)
+        """What int8 and int4 rows are decoded with; empty for bf16, and before the capture has
+        calibrated (`spec.is_calibrated`)."""
         self.table = self._read_table()
         self.hidden_shape = hidden_shape(self.spec, self.layout)
         self.last_shape = last_shape(self.spec, self.layout) if self.spec.has_last else None
@@ -73,7 +77,7 @@ class Store:
     def _read_table(self) -> SampleTable:
         sizes = {"key_bytes": self.root.num_key_bytes}
         columns = {
-            name: metadata.read_flat(
+            name: flatfiles.read_flat(
                 self.path, paths.column_file(name), dtype, (sizes.get(name, self.root.num_samples),)
             )
             for name, dtype in (COLUMNS | KEY_COLUMNS).items()
@@ -150,7 +154,7 @@ class Store:
     def _read_tokens(self, shard_id: ShardId) -> tuple[NDArray[np.uint32], Bytes]:
         arrays = []
         for name, dtype in metadata.TOKEN_ARRAYS.items():
-            file = metadata.inside(self.path, paths.token_file(shard_id, name))
+            file = flatfiles.inside(self.path, paths.token_file(shard_id, name))
             size = self.layout.rows_per_shard * np.dtype(dtype).itemsize
             out = np.empty(size, np.uint8)
             try:
@@ -169,7 +173,7 @@ class Store:
 
     def _read_token_crcs(self, bucket: int) -> NDArray[np.uint32]:
         shape = (self.layout.num_shards[bucket], len(metadata.TOKEN_ARRAYS))
-        return metadata.read_flat(self.path, paths.token_crc_file(bucket), "<u4", shape)
+        return flatfiles.read_flat(self.path, paths.token_crc_file(bucket), "<u4", shape)
 
     def _rows(self, i: int) -> tuple[int, int]:
         """First row and row after the last of a sample inside its shard's `hidden`."""
@@ -244,9 +248,17 @@ class Store:
     def sample(self, i: int) -> Sample:
         """One sample decoded to float32."""
         ids_T, mask_T = self.tokens(i)
-        hidden_TKH = decode(self.hidden(i), self.spec.hidden_mode)
-        last_MH = decode(self.last(i), self.spec.last_mode) if self.spec.has_last else None
+        last_MH = self.decode_last(self.last(i)) if self.spec.has_last else None
+        hidden_TKH = self.decode_hidden(self.hidden(i))
         return Sample(self.table.key(i), ids_T, mask_T, hidden_TKH, last_MH)
+
+    def decode_hidden(self, rows_TKR: Bytes) -> NDArray[np.float32]:
+        """Values float32 [..., K, H] of stored rows of the captured layers."""
+        return decode(rows_TKR, self.spec.hidden_mode, self.calibration.hidden)
+
+    def decode_last(self, rows_MR: Bytes) -> NDArray[np.float32]:
+        """Values float32 [..., H] of stored rows of the post-norm last state."""
+        return decode(rows_MR, self.spec.last_mode, self.calibration.last)
 
     def check_sample(self, i: int) -> None:
         """Compare the checksums of the chunks that a sample touches; ValueError names the chunk."""
@@ -288,7 +300,7 @@ class Store:
 
     def _matrix(self, name: str) -> NDArray[np.uint16]:
         file, shape = (
-            metadata.inside(self.path, name),
+            flatfiles.inside(self.path, name),
             (self.spec.vocab_size, self.spec.hidden_size),
         )
         descriptor = _open(file)
@@ -305,7 +317,7 @@ class Store:
         size = cast("int", self.root.file_bytes[name])
         if size == 0:
             return b""
-        return metadata.read_flat(self.path, paths.target_file(name), "|u1", (size,)).tobytes()
+        return flatfiles.read_flat(self.path, paths.target_file(name), "|u1", (size,)).tobytes()
 
     def target_config(self) -> dict[str, Any]:
         """The target's config.json."""

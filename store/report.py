@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_pipeline.store.guard import report_lines
+
 
 def render(found: Mapping[str, Any]) -> str:
     """Lines for a person."""
     if "identity" not in found:
         return "\n".join([f"store {found['path']}", *_problems(found)])
-    parts = (_head, _buckets, _lengths, _layers, _sample, _leftovers, _problems, _notebook)
+    parts = (
+        _head,
+        _buckets,
+        _lengths,
+        _layers,
+        _calibration,
+        _sample,
+        _leftovers,
+        _problems,
+        _notebook,
+    )
     return "\n".join(line for part in parts for line in part(found))
 
 
@@ -65,6 +77,15 @@ def _layers(found: Mapping[str, Any]) -> list[str]:
         more = [f"{one[k]:.4g}" for k in ("median_abs", "rms_p50", "rms_p99")] if one else ["-"] * 3
         rows.append([row["layer"], f"{row['amax']:.4g}", str(row["clipped"]), *more])
     return _table(("layer", "amax", "clipped", "median |x|", "rms p50", "rms p99"), rows)
+
+
+def _calibration(found: Mapping[str, Any]) -> list[str]:
+    try:
+        lines = report_lines(found["calibration"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        # written by another version
+        lines = [str(found["calibration"])]
+    return ["", "at calibration:", *lines] if lines else []
 
 
 def _sample(found: Mapping[str, Any]) -> list[str]:

@@ -9,13 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_pipeline.store import durable
+from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commit import Commit
+from dflash_pipeline.store.quantise import Calibration, decode_rotated
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.store.rows import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.spec import ShardId
 
+Bytes = NDArray[np.uint8]
+
 _INFINITE = 0x7F80
+# an e4m3 scale is rounded up by 1/16 at most
+_SLACK = 1.07
+_ZERO, _NOT_FINITE, _TOO_LARGE = (
+    "an all-zero row",
+    "NaN or Inf",
+    "larger values than its capture saw",
+)
 
 
 def check_rows(
@@ -30,8 +40,9 @@ def check_rows(
     shape = store.hidden_shape if is_hidden else store.last_shape
     assert shape is not None
     crcs = record.hidden_crcs if is_hidden else record.last_crcs
-    amax = record.amax[: store.spec.num_layers] if is_hidden else record.amax[-1:]
-    bound = bf16_to_float32(bf16_bits(amax))
+    amax_L = record.amax[: store.spec.num_layers] if is_hidden else record.amax[-1:]
+    bound_L = bf16_to_float32(bf16_bits(amax_L))
+    calibrations = store.calibration.hidden if is_hidden else store.calibration.last
     is_good = _good_rows(store, shard_id, kind, record)
     buffer = np.empty(shape.chunk_bytes, np.uint8)
     for chunk, expected in enumerate(crcs):
@@ -42,19 +53,48 @@ def check_rows(
         if crc32c(buffer) != int(expected):
             yield f"{name} (shard {shard_id}): chunk {chunk} does not match its checksum"
             continue
-        size = buffer.view("<u2").reshape(shape.chunk_rows, -1, store.spec.hidden_size) & 0x7FFF
-        peak_NK = size.max(2)
+        rows_NKR = buffer.reshape(shape.chunk_rows, len(bound_L), -1)
         good = is_good[chunk * shape.chunk_rows : (chunk + 1) * shape.chunk_rows]
         where = f"{name} (shard {shard_id}): chunk {chunk}"
-        if (peak_NK[good] == 0).any():
-            yield f"{where} holds an all-zero row"
-        if peak_NK[~good].any():
+        if rows_NKR[~good].any():
             yield f"{where} holds rows of a bad sample, or padding that is not zero"
-        peak_K = peak_NK[good].max(0, initial=0)
-        if (peak_K >= _INFINITE).any():
-            yield f"{where} holds NaN or Inf"
-        elif (bf16_to_float32(peak_K) > bound).any():
-            yield f"{where} holds larger values than its capture saw"
+        faults = set()
+        for layer, bound in enumerate(bound_L):
+            if calibrations:
+                faults |= _quantised_faults(rows_NKR[good, layer], bound, calibrations[layer])
+            else:
+                faults |= _bf16_faults(rows_NKR[good, layer], bound)
+        yield from (f"{where} holds {fault}" for fault in sorted(faults))
+
+
+def _bf16_faults(rows_NR: Bytes, bound: np.float32) -> set[str]:
+    faults = set()
+    size_NH = rows_NR.view("<u2") & 0x7FFF
+    peak_N = size_NH.max(axis=1, initial=0)
+    if (peak_N == 0).any():
+        faults.add(_ZERO)
+    peak = peak_N.max(initial=0)
+    if peak >= _INFINITE:
+        faults.add(_NOT_FINITE)
+    elif bf16_to_float32(peak) > bound:
+        faults.add(_TOO_LARGE)
+    return faults
+
+
+def _quantised_faults(rows_NR: Bytes, bound: np.float32, calibration: Calibration) -> set[str]:
+    """Judges the rotated values: their largest is `block * encode_factor` times that of a row."""
+    faults = set()
+    # a record of zeros is the centre itself, which no state is
+    if not rows_NR.any(axis=1).all():
+        faults.add(_ZERO)
+    y_NH, kept_Nk = decode_rotated(rows_NR, calibration)
+    if not (np.isfinite(y_NH).all() and np.isfinite(kept_Nk).all()):
+        return faults | {_NOT_FINITE}
+    centre = np.abs(bf16_to_float32(calibration.centre_H)).max()
+    y_bound = _SLACK * calibration.block * calibration.encode_factor * (bound + centre)
+    if np.abs(kept_Nk).max(initial=0) > bound or np.abs(y_NH).max(initial=0) > y_bound:
+        faults.add(_TOO_LARGE)
+    return faults
 
 
 def _good_rows(store: Store, shard_id: ShardId, kind: str, record: Commit) -> NDArray[np.bool_]:

@@ -18,8 +18,9 @@ CHUNK_ROWS = 256
 """Rows of an inner chunk, the piece that one checksum covers."""
 SAMPLE_STATES = ("ok", "not_finite", "zero_rows", "other")
 """Why a sample has no rows; its place in this tuple is the code in the commit record."""
-HIDDEN_MODES = ("bf16",)
-LAST_MODES = ("bf16", "none")
+QUANTISED_MODES = ("int8", "int4")
+HIDDEN_MODES = ("bf16", *QUANTISED_MODES)
+LAST_MODES = (*HIDDEN_MODES, "none")
 LAST_ROWS = ("teacher", "all")
 
 Record = TypeVar("Record")
@@ -105,7 +106,7 @@ class StoreSpec:
     last_rows: str
     """Positions kept in `last`: teacher (those whose next token is supervised) or all."""
     calibration_hash: str
-    """Hash of the quantiser's calibration; empty for bf16."""
+    """Hash of the quantiser's calibration; empty for bf16, and until the capture has calibrated."""
     tokenizer_hash: str
     """Hash of the tokenizer's files."""
     template_hash: str
@@ -145,6 +146,25 @@ class StoreSpec:
                 f"identity.{name} {getattr(self, name)!r} is not one of {known}: "
                 "update dflash-pipeline",
             )
+        _check(
+            not (self.is_quantised and self.hidden_size % 16),
+            f"identity.hidden_size {self.hidden_size} is not a multiple of 16: store its rows as "
+            "bf16, not as int8 or int4",
+        )
+        _check(
+            self.is_quantised or not self.calibration_hash,
+            "identity.calibration_hash is set although all rows are bf16",
+        )
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether some rows are int8 or int4."""
+        return not {self.hidden_mode, self.last_mode}.isdisjoint(QUANTISED_MODES)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the identity is complete: rows can be written and read."""
+        return not self.is_quantised or self.calibration_hash != ""
 
     @property
     def num_layers(self) -> int:

@@ -99,6 +99,8 @@ def type_line(
     monkeypatch.chdir(tmp_path / "home")
     for name in ("hs", "x"):
         Path(name).mkdir()
+    for name in ("a", "b", "c"):
+        Path(f"{name}.jsonl").touch()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "DFLASH_GPUS_AS_CPU"):
         monkeypatch.delenv(name, raising=False)
     calls = tmp_path / "calls"
@@ -182,7 +184,7 @@ def test_capture_plan_counts_and_leaves_nothing_behind(type_line: Callable[..., 
     assert [one["entry"] for one in ended.calls] == ["capture.planning"]
     assert ended.calls[0]["extra"]["only_count"] is True
     assert ended.last_line == "next: dflash capture --gpus cpu"
-    assert sorted(os.listdir()) == ["dflash.toml", "hs", "x"]
+    assert sorted(os.listdir()) == ["a.jsonl", "b.jsonl", "c.jsonl", "dflash.toml", "hs", "x"]
 
 
 def test_options_reach_the_run_and_win_over_set_and_file(type_line: Callable[..., Ended]) -> None:
@@ -208,12 +210,12 @@ def test_flags_turn_fields_on_and_off(type_line: Callable[..., Ended]) -> None:
     assert type_line("dflash train --gpus cpu").calls[0]["run"]["train"]["follow"] is True
     run = type_line("dflash train --gpus cpu --no-follow --out a").calls[0]["run"]
     assert run["train"]["follow"] is False
-    run = type_line("dflash eval --gpus cpu --drafter a --as-stored").calls[0]["run"]
+    run = type_line("dflash eval --gpus cpu --drafter x --as-stored").calls[0]["run"]
     assert run["eval"]["as_stored"] is True
 
 
 def test_eval_joins_the_targets_side_with_the_drafters(type_line: Callable[..., Ended]) -> None:
-    ended = type_line("dflash eval --gpus cpu --drafter x --prompts p.jsonl --json r.json")
+    ended = type_line("dflash eval --gpus cpu --drafter x --prompts b.jsonl --json r.json")
     assert ended.code == 0, ended.err
     (call,) = ended.calls
     assert call["entry"] == "train.evaluate"
@@ -226,9 +228,9 @@ def test_eval_joins_the_targets_side_with_the_drafters(type_line: Callable[..., 
 def test_export_demo_inspect_and_verify_pass_what_was_asked(
     type_line: Callable[..., Ended],
 ) -> None:
-    (call,) = type_line("dflash export run --out served --layout speculators --store hs").calls
+    (call,) = type_line("dflash export x --out served --layout speculators --store hs").calls
     assert call["extra"] == {
-        "checkpoint": "run",
+        "checkpoint": "x",
         "out": "served",
         "layout": "speculators",
         "store": "hs",
@@ -264,9 +266,39 @@ def test_a_stage_that_fails_is_exit_code_1_and_the_next_one_does_not_start(
     assert "it did not work" in ended.out
 
 
+TOY = "--gpus cpu --target toy"
+CAPTURE = f"dflash capture {TOY} --data a.jsonl"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        # what is not there, or is something else
+        (f"dflash capture {TOY} --store s --data no.jsonl", "data file no.jsonl does not exist"),
+        (f"dflash generate {TOY} --out o --data x", "data file x does not exist or is not a file"),
+        (f"dflash generate {TOY} --out o --data full/run.json", "expected .jsonl, .jsonl.gz or"),
+        ("dflash eval --gpus cpu --drafter x --prompts no.jsonl", "data file no.jsonl does not"),
+        ("dflash eval --gpus cpu --drafter no", "--drafter no: there is no such run, step or"),
+        ("dflash eval --gpus cpu --drafter x --store no", "there is no store no"),
+        ("dflash capture --gpus cpu --target ./no --data a.jsonl --store s", "no such directory"),
+        ("dflash capture --gpus cpu --target ./x --data a.jsonl --store s", "holds no config.json"),
+        ("dflash generate --gpus cpu --target no.gguf --data a.jsonl --out o", "no such file"),
+        ("dflash export no --out o", "no: there is no such run, step or checkpoint directory"),
+        ("dflash inspect no", "there is no store no: name the directory that dflash capture wrote"),
+        ("dflash verify no --json", "there is no store no"),
+        # where nothing can be written
+        (f"{CAPTURE} --store a.jsonl", "--store a.jsonl is not a directory: name a new one"),
+        (f"{CAPTURE} --store full", "--store full is not empty and holds no store (no zarr.json)"),
+        (f"{CAPTURE} --store a.jsonl/s/t", "a.jsonl is not a directory; choose another place"),
+        (f"{CAPTURE} --store /", "the store needs a directory of its own"),
+        (f"{CAPTURE} --store .", "the store needs a directory of its own"),
+        (f"{CAPTURE} --store x/..", "the store needs a directory of its own"),
+        (f"{CAPTURE} --store link", "--store link is a symbolic link: name the directory that it"),
+        (f"{CAPTURE} --store /proc", "--store /proc is a mount point: name a directory inside it"),
+        (f"dflash generate {TOY} --data a.jsonl --out x", "--out x is a directory: name a file"),
+        (f"dflash generate {TOY} --data a.jsonl --out b.jsonl/o", "b.jsonl is not a directory"),
+        ("dflash export x --out full", "--out full exists: choose another --out or remove it"),
+        ("dflash eval --gpus cpu --drafter x --json hs", "--json hs is a directory: name a file"),
         ("dflash capture --gpus cpu --store x --data a", "what target.id is: give --target MODEL"),
         ("dflash capture --gpus cpu --target toy --data a", "what store.path is: give --store DIR"),
         ("dflash capture --target toy --store x", "what data.files is: give --data FILE"),
@@ -296,12 +328,43 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
 ) -> None:
     Path("full").mkdir()
     Path("full/run.json").touch()
+    Path("link").symlink_to("x")
+    before = sorted(os.listdir())
     ended = type_line(line)
     assert ended.code == 2
     assert ended.err.startswith("error: ")
     assert message in ended.err
     assert ended.err.count("\n") == 1
     assert ended.calls == []
+    # not even a folder of logs
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_read_only_is_refused_before_anything_loads(
+    type_line: Callable[..., Ended],
+) -> None:
+    Path("x").chmod(0o555)
+    for line in (f"{CAPTURE} --store x/s", f"dflash generate {TOY} --data a.jsonl --out x/o"):
+        ended = type_line(line)
+        assert ended.code == 2
+        assert "x cannot be written to; choose another place" in ended.err
+
+
+def test_a_store_is_one_place_however_it_is_written(type_line: Callable[..., Ended]) -> None:
+    ended = type_line(f"{CAPTURE} --store ./hs//./")
+    assert ended.code == 0, ended.err
+    assert {one["place"]["log_dir"] for one in ended.calls} == {"hs.logs"}
+
+
+def test_answers_to_no_prompt_at_all_are_a_failure(type_line: Callable[..., Ended]) -> None:
+    Path("none.jsonl").touch()
+    line = f"dflash generate {TOY} --data a.jsonl --out"
+    ended = type_line(f"{line} none.jsonl")
+    assert ended.code == 1
+    assert "no prompt of a.jsonl was answered, none.jsonl is empty" in ended.err
+    assert "next:" not in ended.out
+    assert type_line(f"{line} some.jsonl").code == 0
 
 
 def test_a_start_that_only_left_logs_may_be_tried_again(type_line: Callable[..., Ended]) -> None:
@@ -344,6 +407,11 @@ def test_status_tells_a_dead_process_from_a_living_one(type_line: Callable[..., 
     assert "train-1  dead, was running" in out
     listed = json.loads(type_line("dflash status run --json").out)
     assert [one["alive"] for one in listed] == [True, False]
+    assert out.splitlines()[-1].startswith("next: run the same command again")
+    for status in (alive, dead):
+        status.state = "done"
+        write_status("run/logs", status)
+    assert type_line("dflash status run").last_line == "all of them are done"
 
 
 def test_config_prints_a_file_that_it_reads_back_to_itself(type_line: Callable[..., Ended]) -> None:

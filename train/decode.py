@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_pipeline.store import rows
+from dflash_pipeline.store.quantise import Calibration
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.lookup import PromptLookup
@@ -271,8 +272,11 @@ def first_difference(plain: Answer, answer: Answer) -> int | None:
     return num_agreed(plain.tokens, answer.tokens)
 
 
-def as_stored(feature_NKH: Tensor, mode: str) -> Tensor:
-    """Live features after a trip through the store's rows: what the drafter was trained on."""
-    plain = feature_NKH.to("cpu", torch.float32).numpy()
-    stored = rows.decode(rows.encode(np.ascontiguousarray(plain), mode), mode)
+def as_stored(feature_NKH: Tensor, mode: str, calibrations: Sequence[Calibration]) -> Tensor:
+    """Live features after a trip through the store's rows: what the drafter was trained on.
+
+    `calibrations`: one for each of the K layers; none for bf16.
+    """
+    plain = np.ascontiguousarray(feature_NKH.to("cpu", torch.float32).numpy())
+    stored = rows.decode(rows.encode(plain, mode, calibrations), mode, calibrations)
     return torch.from_numpy(np.array(stored).reshape(plain.shape)).to(feature_NKH.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.store import open_store
+from dflash_pipeline.store import Store, open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train.decode import (
     EXEMPT_GAP,
@@ -134,7 +134,7 @@ def by_decoding(
     vocab_size, hidden_size = opened.embed_VH.shape
     check_fits(checkpoint, opened.num_layers, hidden_size, vocab_size, opened.reserved_ids)
     head = TargetHead(opened.embed_VH, opened.head_VH, shape)
-    rounding = partial(as_stored, mode=run.store.hidden_mode) if run.eval.as_stored else None
+    rounding = _rounding(run, shape) if run.eval.as_stored else None
     trained, untrained = drafters(checkpoint, run.train.seed, opened.device, opened.dtype)
     draftings: dict[str, Drafting] = {
         TRAINED: ModelDrafting(trained, head, rounding),
@@ -184,10 +184,7 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
     store = open_store(run.store.path)
     spec, names = store.spec, store.table.domains
     check_fits(checkpoint, spec.num_target_layers, spec.hidden_size, spec.vocab_size, frozenset())
-    if missing := sorted(set(shape.layer_ids) - set(spec.layer_ids)):
-        raise UsageError(
-            f"the drafter reads layers {missing}, store {run.store.path} holds {spec.layer_ids}"
-        )
+    check_layers(shape, store)
     samples: dict[str, list[int]] = {}
     for index in held_out(store):
         of_domain = samples.setdefault(names[int(store.table.domain[index])], [])
@@ -229,6 +226,33 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
         mismatches=[],
         is_judged=False,
     )
+
+
+def _rounding(run: Run, shape: DrafterShape) -> Callable[[Tensor], Tensor]:
+    """The trip through a store's rows for the features of this drafter."""
+    path, mode = run.store.path, run.store.hidden_mode
+    if not path or (mode == "bf16" and not Path(path).exists()):
+        if mode != "bf16":
+            raise UsageError(
+                f"--as-stored with store.hidden_mode={mode} needs the calibration: give --store"
+            )
+        return partial(as_stored, mode=mode, calibrations=())
+    store = open_store(path)
+    check_layers(shape, store)
+    if not store.spec.is_calibrated:
+        raise UsageError(f"--as-stored: {path} is not calibrated yet, wait for its capture")
+    places = [store.spec.layer_ids.index(layer_id) for layer_id in shape.layer_ids]
+    hidden = store.calibration.hidden
+    calibrations = [hidden[place] for place in places] if hidden else []
+    return partial(as_stored, mode=store.spec.hidden_mode, calibrations=calibrations)
+
+
+def check_layers(shape: DrafterShape, store: Store) -> None:
+    """Raise UsageError unless the store holds every layer that the drafter reads."""
+    if missing := sorted(set(shape.layer_ids) - set(store.spec.layer_ids)):
+        raise UsageError(
+            f"the drafter reads layers {missing}, store {store.path} holds {store.spec.layer_ids}"
+        )
 
 
 def check_fits(

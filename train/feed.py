@@ -30,6 +30,7 @@ from dflash_pipeline.train.loss import Teacher
 from dflash_pipeline.train.order import Catalog
 from dflash_pipeline.train.ring import Ring, Sizes, Slot
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.stored import StoredRows
 
 Ints = npt.NDArray[np.int64]
 
@@ -108,13 +109,14 @@ class Feed:
         self._position_chunk = run.loss.position_chunk
         self._weight_S = slot_weights(shape.block_size, run.loss.gamma)
         self._shape, self._wants_last = shape, run.loss.kl > 0
-        spec = stores[0].spec
-        columns = [spec.layer_ids.index(layer_id) for layer_id in shape.layer_ids]
-        # None: every layer of the store is read by the drafter
-        is_all = columns == list(range(spec.num_layers))
-        self._columns = None if is_all else torch.tensor(columns, device=device)
-        sizes = Sizes.of(run.train, spec, shape, self._wants_last, padded=device.type == "cuda")
-        self._ring = Ring(sizes, run.feed.depth, device, dtype, poison)
+        first = stores[0]
+        sizes = Sizes.of(
+            run.train, first.spec, shape, self._wants_last, padded=device.type == "cuda"
+        )
+        # stores of one identity have one calibration
+        hidden = StoredRows.hidden(first, shape.layer_ids, device)
+        last = StoredRows.last(first, device) if self._wants_last else None
+        self._ring = Ring(sizes, run.feed.depth, hidden, last, device, dtype, poison)
         self._readers = ThreadPoolExecutor(run.feed.threads, thread_name_prefix="feed")
         self._pending: deque[_Pending] = deque()
         self._windows: deque[_Window] = deque()
@@ -218,13 +220,10 @@ class Feed:
     @contextlib.contextmanager
     def _lend(self, pending: _Pending, blocks: Blocks) -> Iterator[Batch]:
         with self._ring.on_device(pending.slot) as lent:
-            features = lent.feature_NKH
-            if self._columns is not None:
-                features = features.index_select(1, self._columns)
             teacher = None
             if self._wants_last:
                 teacher = Teacher(
-                    state_UH=lent.last_MH.index_select(0, lent.teacher_U),
+                    state_UH=lent.teacher_UH,
                     index_R=lent.teacher_index_R,
                     spans=pending.slot.spans,
                 )
@@ -234,7 +233,7 @@ class Feed:
             counts.num_samples += len(pending.samples)
             counts.size_bytes += lent.size_bytes
             yield Batch(
-                feature_NKH=features,
+                feature_NKH=lent.feature_NKH,
                 position_N=lent.position_N,
                 anchor_A=lent.anchor_A,
                 start_A=lent.start_A,

@@ -7,7 +7,7 @@ The trap: the head is frozen and the weights are known beforehand, so the gradie
 forward pass, chunk by chunk, and never again; backward only multiplies it by `grad_output`.
 
 Shape letters: R drafted rows that carry loss, H hidden, V vocabulary, U distinct teacher rows,
-P rows of one position chunk.
+P rows of one position chunk, F statistics of a row.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from torch import Tensor
 
 from dflash_pipeline.configs.schema import LossConfig
 from dflash_pipeline.train.head import TargetHead, finish_logits, raw_logits
+
+# correct, ce, kl, entropy, overlap: the order of RowStats and of the kernel
+_NUM_STATS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,12 @@ class RowStats:
     """1 where the likeliest token is the label, fp32."""
     ce_R: Tensor
     kl_R: Tensor
-    """Zeros without a teacher."""
+    """At the loss's temperature; zeros without a teacher."""
+    entropy_R: Tensor
+    """Of the drafter's distribution, in nats, at temperature 1."""
+    overlap_R: Tensor
+    """sum_v min(target, drafter) at temperature 1: the chance that sampling accepts the slot;
+    zeros without a teacher."""
 
 
 def teacher_spans(
@@ -95,7 +103,8 @@ def chunked_loss(
     """`reference_loss` with the logits of `config.position_chunk` rows alive at a time.
 
     Logits and statistics are fp32 whatever the operands; the gradient of the logits is rounded to
-    the operands' type, weights folded in, before the second product.
+    the operands' type, weights folded in, before the second product. On CUDA a Triton kernel does
+    all between the two products, elsewhere torch.
     """
     if config.kl > 0 and teacher is None:
         raise ValueError(
@@ -104,8 +113,8 @@ def chunked_loss(
         )
     parts = _Loss(head, label_R, weight_R, teacher if config.kl > 0 else None, config)
     run: Any = _ChunkedLoss.apply
-    total, correct_R, ce_R, kl_R = run(hidden_RH, parts)
-    return total, RowStats(correct_R, ce_R, kl_R)
+    total, stats_FR = run(hidden_RH, parts)
+    return total, RowStats(*stats_FR.unbind())
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,70 +126,131 @@ class _Loss:
     config: LossConfig
 
     def chunk(
-        self, hidden_PH: Tensor, at: slice, span: tuple[int, int] | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows `at`: (correct, ce, kl, d loss / d hidden), each of P rows."""
-        config, head = self.config, self.head
-        logits_PV = finish_logits(
-            raw_logits(hidden_PH, head.weight_VH), head.multiplier, head.soft_cap
-        )
-        label_P, weight_P = self.label_R[at], self.weight_R[at]
-        correct_P = (logits_PV.argmax(-1) == label_P).to(torch.float32)
-        # d(soft cap)/d(raw), needed after the logits are overwritten
-        slope_PV = None if not head.soft_cap else 1 - (logits_PV / head.soft_cap).square()
-        kl_P, kl_grad_PV = torch.zeros_like(correct_P), None
+        self,
+        hidden_PH: Tensor,
+        at: slice,
+        span: tuple[int, int] | None,
+        stats_FR: Tensor,
+        gradient_PH: Tensor,
+    ) -> None:
+        """Fill the columns `at` of the statistics, and d loss / d hidden of those rows."""
+        weight_VH = self.head.weight_VH
+        logits_PV = raw_logits(hidden_PH, weight_VH)
+        target_UV, first_teacher = None, 0
         if self.teacher is not None and span is not None:
-            kl_P, kl_grad_PV = self._kl(logits_PV, self.teacher, at, span)
-        norm_P = logits_PV.logsumexp(-1)
-        ce_P = norm_P - logits_PV.gather(1, label_P[:, None])[:, 0]
-        # softmax minus one-hot, in place: logits_PV is not needed again
-        grad_PV = logits_PV.sub_(norm_P[:, None]).exp_()
-        grad_PV.scatter_add_(1, label_P[:, None], grad_PV.new_full((len(label_P), 1), -1.0))
-        grad_PV.mul_(config.ce)
-        if kl_grad_PV is not None:
-            grad_PV.add_(kl_grad_PV, alpha=config.kl * config.temperature)
-        if slope_PV is not None:
-            grad_PV.mul_(slope_PV)
-        grad_PV.mul_(weight_P[:, None] * head.multiplier)
-        return correct_P, ce_P, kl_P, grad_PV.to(hidden_PH.dtype) @ head.weight_VH
+            first_teacher, end = span
+            target_UV = raw_logits(self.teacher.state_UH[first_teacher:end], weight_VH)
+        score = self._score_by_kernel if _has_kernel(logits_PV) else self._score_plainly
+        slope_PV = score(logits_PV, target_UV, at, first_teacher, stats_FR, hidden_PH.dtype)
+        torch.mm(slope_PV, weight_VH, out=gradient_PH)
 
-    def _kl(
-        self, logits_PV: Tensor, teacher: Teacher, at: slice, span: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        """KL(target || drafter) [P] at the temperature, and T times its gradient [P, V]."""
-        first, end = span
-        heat = self.config.temperature
-        head = self.head
-        wanted_UV = raw_logits(teacher.state_UH[first:end], head.weight_VH)
-        wanted_UV = finish_logits(wanted_UV, head.multiplier, head.soft_cap).div_(heat)
-        wanted_UV.sub_(wanted_UV.logsumexp(-1, keepdim=True))
-        wanted_PV = wanted_UV.index_select(0, teacher.index_R[at] - first)
-        drafted_PV = (logits_PV / heat).log_softmax(-1)
-        chance_PV = wanted_PV.exp()
-        kl_P = wanted_PV.sub_(drafted_PV).mul_(chance_PV).sum(-1)
-        return kl_P, drafted_PV.exp_().sub_(chance_PV)
+    def _score_by_kernel(
+        self,
+        logits_PV: Tensor,
+        target_UV: Tensor | None,
+        at: slice,
+        first_teacher: int,
+        stats_FR: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Nothing of the size of the logits is made: their gradient takes their place."""
+        # triton has no build for each platform that has a CPU
+        from dflash_pipeline.train import loss_kernel
+
+        slope_PV = loss_kernel.gradient_place(logits_PV, dtype)
+        head, teacher = self.head, self.teacher
+        loss_kernel.score_rows(
+            logits_PV,
+            target_UV,
+            slope_PV,
+            self.label_R,
+            self.weight_R,
+            None if teacher is None else teacher.index_R,
+            stats_FR,
+            at.start,
+            first_teacher,
+            loss_kernel.score_constants(
+                logits_PV.shape[1], self.config, head.multiplier, head.soft_cap, teacher is not None
+            ),
+        )
+        return slope_PV
+
+    def _score_plainly(
+        self,
+        logits_PV: Tensor,
+        target_UV: Tensor | None,
+        at: slice,
+        first_teacher: int,
+        stats_FR: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """What the kernel does, written with torch; overwrites the logits too."""
+        config, head = self.config, self.head
+        logits_PV = finish_logits(logits_PV, head.multiplier, head.soft_cap)
+        label_P, weight_P = self.label_R[at], self.weight_R[at]
+        correct_P, ce_P, kl_P, entropy_P, overlap_P = stats_FR[:, at].unbind()
+        correct_P.copy_(logits_PV.argmax(-1) == label_P)
+        # d(soft cap)/d(raw), needed after the logits are overwritten
+        cap_slope_PV = None if not head.soft_cap else 1 - (logits_PV / head.soft_cap).square()
+        kl_slope_PV = chance_PV = None
+        if self.teacher is not None and target_UV is not None:
+            target_UV = finish_logits(target_UV, head.multiplier, head.soft_cap)
+            index_P = self.teacher.index_R[at] - first_teacher
+            chance_PV = target_UV.softmax(-1).index_select(0, index_P)
+            kl, kl_slope_PV = _kl(logits_PV, target_UV, index_P, config.temperature)
+            kl_P.copy_(kl)
+        norm_P = logits_PV.logsumexp(-1)
+        ce_P.copy_(norm_P - logits_PV.gather(1, label_P[:, None])[:, 0])
+        log_PV = logits_PV.sub_(norm_P[:, None])
+        slope_PV = log_PV.exp()
+        entropy_P.copy_(-log_PV.mul_(slope_PV).sum(-1))
+        if chance_PV is not None:
+            overlap_P.copy_(torch.minimum(chance_PV, slope_PV).sum(-1))
+        # softmax minus one-hot
+        slope_PV.scatter_add_(1, label_P[:, None], slope_PV.new_full((len(label_P), 1), -1.0))
+        slope_PV.mul_(config.ce)
+        if kl_slope_PV is not None:
+            slope_PV.add_(kl_slope_PV, alpha=config.kl * config.temperature)
+        if cap_slope_PV is not None:
+            slope_PV.mul_(cap_slope_PV)
+        slope_PV.mul_(weight_P[:, None] * head.multiplier)
+        return slope_PV.to(dtype)
+
+
+def _has_kernel(logits_PV: Tensor) -> bool:
+    return logits_PV.is_cuda
+
+
+def _kl(
+    logits_PV: Tensor, target_UV: Tensor, index_P: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """KL(target || drafter) [P] at the temperature, and T times its gradient [P, V]."""
+    wanted_UV = (target_UV / temperature).log_softmax(-1)
+    wanted_PV = wanted_UV.index_select(0, index_P)
+    drafted_PV = (logits_PV / temperature).log_softmax(-1)
+    chance_PV = wanted_PV.exp()
+    kl_P = wanted_PV.sub_(drafted_PV).mul_(chance_PV).sum(-1)
+    return kl_P, drafted_PV.exp_().sub_(chance_PV)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_RH: Tensor, parts: _Loss) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden_RH: Tensor, parts: _Loss) -> tuple[Tensor, Tensor]:
         size, num_rows = parts.config.position_chunk, len(hidden_RH)
-        grad_RH = torch.empty_like(hidden_RH)
-        stats = hidden_RH.new_zeros((3, num_rows), dtype=torch.float32)
+        gradient_RH = torch.empty_like(hidden_RH)
+        stats_FR = hidden_RH.new_zeros((_NUM_STATS, num_rows), dtype=torch.float32)
         for index, begin in enumerate(range(0, num_rows, size)):
             at = slice(begin, min(begin + size, num_rows))
             span = None if parts.teacher is None else parts.teacher.spans[index]
-            correct_P, ce_P, kl_P, grad_PH = parts.chunk(hidden_RH[at], at, span)
-            stats[0, at], stats[1, at], stats[2, at] = correct_P, ce_P, kl_P
-            grad_RH[at] = grad_PH
-        correct_R, ce_R, kl_R = stats.unbind()
+            parts.chunk(hidden_RH[at], at, span, stats_FR, gradient_RH[at])
         config = parts.config
+        _, ce_R, kl_R, _, _ = stats_FR.unbind()
         loss_R = config.ce * ce_R + config.kl * config.temperature**2 * kl_R
-        ctx.save_for_backward(grad_RH)
-        ctx.mark_non_differentiable(correct_R, ce_R, kl_R)
-        return (loss_R * parts.weight_R).sum(), correct_R, ce_R, kl_R
+        ctx.save_for_backward(gradient_RH)
+        ctx.mark_non_differentiable(stats_FR)
+        return (loss_R * parts.weight_R).sum(), stats_FR
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_others: Tensor) -> tuple[Tensor, None]:
-        (grad_RH,) = ctx.saved_tensors
-        return grad_RH * grad_total.to(grad_RH.dtype), None
+    def backward(ctx: Any, grad_total: Tensor, _grad_stats: Tensor) -> tuple[Tensor, None]:
+        (gradient_RH,) = ctx.saved_tensors
+        return gradient_RH * grad_total.to(gradient_RH.dtype), None

@@ -25,6 +25,7 @@ from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.lookup import PromptLookup
 from dflash_pipeline.train.mask import TILE, Visibility, attention
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.stored import StoredRows
 
 Propose = Callable[[int], Sequence[int]]
 Runs = Sequence[tuple[int, int]]
@@ -54,14 +55,16 @@ def replay(
 
     `max_new_tokens` cuts answers as decoding does; None: they end where they were stored to end.
     """
-    columns = [store.spec.layer_ids.index(layer_id) for layer_id in shape.layer_ids]
+    weight = drafter.norm.weight
+    stored = StoredRows.hidden(store, shape.layer_ids, weight.device)
     tally = Tally(num_drafts=shape.block_size - 1)
     for index in samples:
-        sample = store.sample(index)
-        feature_TKH = torch.from_numpy(sample.hidden_TKH[:, columns])
-        ids_T = sample.ids_T.astype(np.int64)
-        runs = answer_runs(sample.mask_T, max_new_tokens)
-        for cycles in walk_model(ids_T, runs, feature_TKH, drafter, head, shape):
+        ids_T, mask_T = store.tokens(index)
+        # a copy: a view of the file cannot be written to, and torch would warn of it
+        rows_TKZ = torch.from_numpy(np.array(store.hidden(index))).to(weight.device)
+        feature_TKH = stored.decode(rows_TKZ, weight.dtype)
+        runs = answer_runs(mask_T, max_new_tokens)
+        for cycles in walk_model(ids_T.astype(np.int64), runs, feature_TKH, drafter, head, shape):
             tally.add(cycles)
     return tally
 

@@ -29,6 +29,7 @@ from dflash_pipeline.train.anchors import Blocks
 from dflash_pipeline.train.loss import teacher_spans
 from dflash_pipeline.train.mask import TILE
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.stored import StoredRows
 
 Ints = npt.NDArray[np.int64]
 
@@ -123,7 +124,7 @@ class Slot:
         self.last_MZ: npt.NDArray[np.uint8] = self.buffers.last_MZ.numpy()
         self.copied: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
         self.num_tokens = self.num_anchors = self.num_rows = self.num_teachers = 0
-        self.num_last = 0
+        self.num_last = self.num_filled = 0
         self.spans: tuple[tuple[int, int], ...] = ()
 
     def wait_until_copied(self) -> None:
@@ -140,7 +141,7 @@ class Slot:
         """Reader thread, after the last byte: the numbers of the batch, and its padding."""
         filled = len(blocks.position_N)
         num_tokens, num_anchors = self._sizes.padded(filled, len(blocks.anchor_A))
-        # a masked row still meets the product with 0: it must be finite
+        # a masked row still meets the product with 0: it must be finite, in any mode
         self.hidden_NKZ[filled:num_tokens] = 0
         # blocks are sorted, so a position chunk touches a short range of the distinct rows
         unique_U, index_R = np.unique(blocks.teacher_R, return_inverse=True)
@@ -158,6 +159,7 @@ class Slot:
         joined = np.concatenate(parts)
         self.buffers.integers.numpy()[: len(joined)] = joined
         self.buffers.weights.numpy()[: len(blocks.weight_R)] = blocks.weight_R
+        self.num_filled = filled
         self.num_tokens, self.num_anchors = num_tokens, num_anchors
         self.num_rows, self.num_teachers = len(blocks.row_R), len(unique_U)
         self.spans = teacher_spans(index_R, position_chunk)
@@ -173,7 +175,8 @@ class Lent:
     """A batch's tensors on the device, padding included."""
 
     feature_NKH: Tensor
-    last_MH: Tensor
+    teacher_UH: Tensor
+    """States of the distinct teacher rows; none where `last` is not read."""
     position_N: Tensor
     anchor_A: Tensor
     start_A: Tensor
@@ -182,7 +185,6 @@ class Lent:
     slot_R: Tensor
     label_R: Tensor
     teacher_index_R: Tensor
-    teacher_U: Tensor
     weight_R: Tensor
     size_bytes: int
 
@@ -191,8 +193,17 @@ class Ring:
     """All host slots and device places of a feed. Used from the training thread."""
 
     def __init__(
-        self, sizes: Sizes, depth: int, device: torch.device, dtype: torch.dtype, poison: bool
+        self,
+        sizes: Sizes,
+        depth: int,
+        hidden: StoredRows,
+        last: StoredRows | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        poison: bool,
     ) -> None:
+        """`hidden`, `last`: how stored rows are read; `last` None: not at all."""
+        self._hidden, self._last = hidden, last
         self._dtype, self._poison = dtype, poison
         self._is_cuda = device.type == "cuda"
         # on a CPU one more: the one that the step is reading
@@ -250,9 +261,11 @@ class Ring:
             buffers.hidden_NKZ[: slot.num_tokens],
             buffers.last_MZ[: slot.num_last],
         )
+        feature_NKH = self._hidden.decode(stored_NKZ, self._dtype)
+        feature_NKH[slot.num_filled :] = 0
         return Lent(
-            feature_NKH=self._values(stored_NKZ),
-            last_MH=self._values(stored_MZ),
+            feature_NKH=feature_NKH,
+            teacher_UH=self._teachers(stored_MZ, unique_U),
             position_N=position_N,
             anchor_A=anchor_A.to(torch.int32),
             start_A=start_A.to(torch.int32),
@@ -261,14 +274,16 @@ class Ring:
             slot_R=slot_R,
             label_R=label_R,
             teacher_index_R=index_R,
-            teacher_U=unique_U,
             weight_R=buffers.weights[: slot.num_rows],
             size_bytes=stored_NKZ.numel() + stored_MZ.numel(),
         )
 
-    def _values(self, stored: Tensor) -> Tensor:
-        """bf16 bits -> the compute type."""
-        return stored.view(torch.bfloat16).to(self._dtype)
+    def _teachers(self, stored_MZ: Tensor, unique_U: Tensor) -> Tensor:
+        if self._last is None:
+            return torch.empty((0, 0), dtype=self._dtype, device=stored_MZ.device)
+        # chosen as bytes: most of the rows teach nothing of this batch
+        rows_U1Z = stored_MZ.index_select(0, unique_U)[:, None]
+        return self._last.decode(rows_U1Z, self._dtype)[:, 0]
 
 
 def _splits(slot: Slot) -> list[int]:

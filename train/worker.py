@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import open_store
+from dflash_pipeline.store.completion import is_calibrated
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import checkpoint, preflight
@@ -37,6 +39,7 @@ from dflash_pipeline.train.shape import DrafterShape, drafter_shape
 from dflash_pipeline.train.step import learn
 from dflash_pipeline.train.stop import StopVote, StopWish
 
+IDLE_S = 0.5
 # set by tests: buffers are filled with NaN when they come back
 POISON_VARIABLE = "DFLASH_POISON"
 
@@ -69,7 +72,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     out = Path(run.train.out)
     log = RunLog(place)
     with StopWish() as wish, contextlib.closing(Group(place, run.train.timeout_s)) as group:
-        stores, samples, shape = _open(run, place)
+        stores, samples, shape = _open(run, place, log, wish)
         resume = bool(extra["resume"])
         if group.rank == 0:
             checkpoint.begin(out, run, stores, resume)
@@ -96,10 +99,12 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             log.say(f"trained {training.progress.step} steps into {out}")
 
 
-def _open(run: Run, place: Place) -> tuple[list[Store], Catalog, DrafterShape]:
+def _open(
+    run: Run, place: Place, log: RunLog, wish: StopWish
+) -> tuple[list[Store], Catalog, DrafterShape]:
     """Stores, their trainable samples, and the drafter's shape: all that can be refused early."""
     shares = parse_stores(run.train.stores or (run.store.path,))
-    stores = [open_store(share.path) for share in shares]
+    stores = [_await_calibration(share.path, run, log, wish) for share in shares]
     preflight.check_stores(run, stores)
     first = stores[0]
     shape = drafter_shape(
@@ -109,6 +114,20 @@ def _open(run: Run, place: Place) -> tuple[list[Store], Catalog, DrafterShape]:
     samples = catalog([store.table for store in stores], shares, run.train)
     preflight.rehearse(run, shape, place)
     return stores, samples, shape
+
+
+def _await_calibration(path: str, run: Run, log: RunLog, wish: StopWish) -> Store:
+    """The store, once a capture that has just begun has settled how its rows are stored."""
+    store = open_store(path)
+    if store.spec.is_calibrated or not run.train.follow:
+        return store
+    log.say(f"waiting until the capture into {path} has calibrated {store.spec.hidden_mode}")
+    while not is_calibrated(path):
+        log.state("waiting")
+        if wish.is_asked():
+            raise KeyboardInterrupt
+        time.sleep(IDLE_S)
+    return open_store(path)
 
 
 def _let_memory_grow() -> None:

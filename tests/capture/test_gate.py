@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,16 +13,20 @@ from transformers import PreTrainedModel
 
 from dflash_pipeline.capture.gate import check
 from dflash_pipeline.capture.target import Target
-from dflash_pipeline.store.rows import encode
+from dflash_pipeline.store.calibration import Calibrated, calibrate
+from dflash_pipeline.store.rows import decode, encode
 from dflash_pipeline.store.spec import FORMAT, StoreSpec
 from dflash_pipeline.store.table import teacher_positions
 
 LAYER_IDS = (0, 2, 4)
 LENGTHS = (21, 9)
+PLAIN = Calibrated()
 Stored = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
-def _spec(last_mode: str = "bf16", last_rows: str = "teacher") -> StoreSpec:
+def _spec(
+    last_mode: str = "bf16", last_rows: str = "teacher", hidden_mode: str = "bf16"
+) -> StoreSpec:
     return StoreSpec(
         format=FORMAT,
         target_id="tiny",
@@ -32,7 +37,7 @@ def _spec(last_mode: str = "bf16", last_rows: str = "teacher") -> StoreSpec:
         num_target_layers=6,
         hidden_size=32,
         vocab_size=272,
-        hidden_mode="bf16",
+        hidden_mode=hidden_mode,
         last_mode=last_mode,
         last_rows=last_rows,
         calibration_hash="",
@@ -66,8 +71,34 @@ def _captured(target: Target, layer_ids: tuple[int, ...] = LAYER_IDS, shift: int
     return stored
 
 
-def _check(target: Target, stored: Stored, spec: StoreSpec | None = None) -> list[str]:
-    return check(target, spec or _spec(), range(len(LENGTHS)), _tokens, stored.__getitem__)
+def _check(
+    target: Target,
+    stored: Stored,
+    spec: StoreSpec | None = None,
+    calibrated: Calibrated = PLAIN,
+) -> list[str]:
+    samples = range(len(LENGTHS))
+    return check(target, spec or _spec(), calibrated, samples, _tokens, stored.__getitem__)
+
+
+def _calibrated(target: Target, mode: str) -> Calibrated:
+    states = [
+        target.forward(torch.from_numpy(_tokens(s)[0].astype(np.int64))[None]) for s in (0, 1)
+    ]
+    hidden_NKH = torch.cat([torch.stack(hidden)[:, 0].transpose(0, 1) for hidden, _ in states])
+    last_NH = torch.cat([last_BTH[0] for _, last_BTH in states])
+    found = calibrate(hidden_NKH.numpy(), last_NH.numpy(), mode, mode)
+    return Calibrated.of(found, len(LAYER_IDS), {})
+
+
+def _quantised(stored: Stored, mode: str, calibrated: Calibrated) -> Stored:
+    return {
+        sample: (
+            encode(decode(hidden, "bf16"), mode, calibrated.hidden),
+            encode(decode(last, "bf16"), mode, calibrated.last),
+        )
+        for sample, (hidden, last) in stored.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +125,28 @@ def test_a_true_capture_passes_and_every_fault_was_seen_to_fail(
     for fault in ("the norm missing", "the norm done twice"):
         assert fault in text
     assert "not applicable" not in text
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_quantised_rows_pass_and_their_faults_do_not(
+    family: str, mode: str, make_model: Callable[..., PreTrainedModel]
+) -> None:
+    target = Target(make_model(family), LAYER_IDS)
+    spec, calibrated = _spec(mode, hidden_mode=mode), _calibrated(target, mode)
+    lines = _check(target, _quantised(_captured(target), mode, calibrated), spec, calibrated)
+    assert len(lines) == 5
+    assert "not applicable" not in "\n".join(lines)
+    for wrong, name in (
+        (_captured(target, (0, 2, 3)), "layer 4 differs"),
+        (_captured(target, shift=1), "layer 2 differs .*last differs .*logits differs"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            _check(target, _quantised(wrong, mode, calibrated), spec, calibrated)
+    # rows of another calibration
+    swapped = replace(calibrated, hidden=calibrated.hidden[::-1])
+    with pytest.raises(ValueError, match=r"layer 0 differs .*layer 4 differs"):
+        _check(target, _quantised(_captured(target), mode, swapped), spec, calibrated)
 
 
 @pytest.mark.parametrize("layer_ids", [(1, 2, 4), (0, 1, 4), (0, 2, 3), (0, 2, 5)])

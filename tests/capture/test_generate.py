@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -156,6 +158,45 @@ def test_a_second_run_adds_what_a_killed_one_left_out(tmp_path: Path, target: st
     assert answers(whole) == wanted
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b"not json", b'{"id": "x"}', b'{"messages": []}', b"[1]", b'\xff\xfe{"id"', b"", b"[" * 9999],
+)
+def test_a_line_that_is_no_answer_is_named(tmp_path: Path, line: bytes) -> None:
+    out = tmp_path / "answers.jsonl"
+    good = b'{"id": "a", "messages": []}\n'
+    out.write_bytes(good + line + b"\n" + good)
+    file = AnswerFile(str(out))
+    with pytest.raises(ValueError, match=r"answers\.jsonl:2 is no answer of generate") as caught:
+        file.ids()
+    file.close()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["refused", "short"])
+def test_a_full_disk_is_named_and_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    file = AnswerFile(str(out))
+    file.append([{"id": "a", "messages": []}])
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if how == "refused":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:5])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ValueError, match=r"answers\.jsonl: .*free some.*run the same command"):
+        file.append([{"id": "b", "messages": []}])
+    monkeypatch.undo()
+    assert file.ids() == {"a"}
+    file.append([{"id": "c", "messages": []}])
+    assert file.ids() == {"a", "c"}
+    file.close()
+
+
 def test_two_ranks_share_the_prompts_and_the_file(tmp_path: Path, target: str) -> None:
     alone = run_of(tmp_path, target)
     generate.main(alone, place_of(tmp_path), {})
@@ -258,7 +299,8 @@ def test_no_answer_is_lost_or_doubled_when_writers_are_killed(tmp_path: Path) ->
         out = AnswerFile(sys.argv[1])
         while True:
             for i in range(40):
-                out.append([{"id": f"{os.getpid()}-{i}-{j}", "text": "x" * 3000} for j in range(9)])
+                ids = [f"{os.getpid()}-{i}-{j}" for j in range(9)]
+                out.append([{"id": one, "messages": "x" * 3000} for one in ids])
             # dies in the middle of a line
             os.write(out._descriptor, b'{"id": "torn')
             os.kill(os.getpid(), 9)

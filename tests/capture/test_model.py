@@ -157,14 +157,70 @@ def test_a_pickled_checkpoint_is_refused_by_name(copy: Path) -> None:
         _files(copy).weight_hash()
 
 
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), r"no \.safetensors file in .*: save the model as"),
+        (_cut, r"model\.safetensors is damaged or no safetensors file"),
+        (lambda path: path.write_bytes(b""), r"model\.safetensors is damaged or no safetensors"),
+        (lambda path: path.write_bytes(b"\xff" * 99), r"model\.safetensors is damaged or no"),
+    ],
+)
+def test_weights_that_are_not_whole_are_refused_by_their_headers(
+    copy: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    files = _files(copy)
+    files.check_weights()
+    damage(copy / "model.safetensors")
+    with pytest.raises(UsageError, match=message) as caught:
+        _files(copy).check_weights()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({}, "names no weights: expected a weight_map"),
+        ({"weight_map": []}, "names no weights"),
+        ({"weight_map": {"a": "../a.safetensors"}}, "expected files of its own directory"),
+        ({"weight_map": {"a": "/a.safetensors"}}, "expected files of its own directory"),
+        ({"weight_map": {"a": ".."}}, "is missing"),
+        ({"weight_map": {"a": "b.safetensors"}}, r"b\.safetensors is missing"),
+    ],
+)
+def test_an_index_names_files_of_its_own_directory_that_are_there(
+    copy: Path, index: object, message: str
+) -> None:
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=message):
+        _files(copy).weight_paths()
+
+
+def test_a_target_without_a_tokenizer_is_refused(copy: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    with pytest.raises(UsageError, match=r"no tokenizer in .*expected tokenizer\.json"):
+        _files(copy).tokenizer()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "nonesuch"}, "cannot read a model of type 'nonesuch'"),
+        ({"model_type": "nonesuch"}, "of a model of type 'nonesuch'"),
         ({"model_type": "vit"}, "model type 'vit' is no causal language model"),
+        ({"model_type": None}, "cannot read config.json"),
+        ({"num_hidden_layers": "six"}, "field 'num_hidden_layers': .*expected int, got str"),
+        ({"num_hidden_layers": 32}, "must be equal to the number of `layer_types`"),
+        ({"num_hidden_layers": -3}, "must be equal to the number of `layer_types`"),
+        ({"hidden_size": None}, "field 'hidden_size'"),
+        ({"quantization_config": "x"}, "cannot read config.json"),
     ],
 )
-def test_an_unknown_model_type_is_refused_in_one_line(
+def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(
     copy: Path, values: dict[str, object], message: str
 ) -> None:
     _edit(copy / "config.json", **values)

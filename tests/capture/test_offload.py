@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dflash_pipeline.capture.offload import BatchSizes, Offload, Parcel, Slot
-from dflash_pipeline.capture.pack import index_batch, pack
+from dflash_pipeline.capture.pack import Packer, index_batch
+from dflash_pipeline.store.calibration import Calibrated
 
 SIZES = BatchSizes(
     num_places=96,
@@ -19,8 +20,10 @@ SIZES = BatchSizes(
     num_last_rows=40,
     num_layers=2,
     num_bounds=3,
-    hidden_size=8,
+    row_bytes=16,
+    last_row_bytes=16,
 )
+PACKER = Packer(Calibrated(), torch.device("cpu"))
 
 
 def _fill(slot: Slot, hidden_BTH: torch.Tensor, lengths: list[int]) -> None:
@@ -29,7 +32,11 @@ def _fill(slot: Slot, hidden_BTH: torch.Tensor, lengths: list[int]) -> None:
     ids_BT = np.arange(hidden_BTH.shape[0] * num_positions).reshape(-1, num_positions)
     part = slot.part(ids_BT, index_batch(lengths, teachers, num_positions))
     assert part.ids_BT.shape == ids_BT.shape
-    pack([hidden_BTH, -hidden_BTH], 2 * hidden_BTH, part.index, part.out)
+
+    PACKER.begin(part.out)
+    PACKER.layer(0, hidden_BTH, part.index, part.out)
+    PACKER.layer(1, -hidden_BTH, part.index, part.out)
+    PACKER.last(2 * hidden_BTH, part.index, part.out)
 
 
 CUDA = pytest.param(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from dflash_pipeline.capture.pack import DeviceIndex, PackedRows, bad_sequences, index_batch, pack
-from dflash_pipeline.store.rows import bf16_bits
+from dflash_pipeline.capture.pack import DeviceIndex, PackedRows, Packer, bad_sequences, index_batch
+from dflash_pipeline.store.bf16 import bf16_bits
+from dflash_pipeline.store.calibration import Calibrated, calibrate
+from dflash_pipeline.store.rows import encode, row_bytes
+
+PLAIN = Calibrated()
 
 
 def _packed(
@@ -14,18 +19,31 @@ def _packed(
     last_BTH: torch.Tensor,
     lengths: list[int],
     teachers: list[list[int]],
+    mode: str = "bf16",
+    calibrated: Calibrated = PLAIN,
 ) -> PackedRows:
     index = index_batch(lengths, [np.array(t, np.int64) for t in teachers], last_BTH.shape[1])
     num_layers, hidden_size = len(hidden_KBTH), last_BTH.shape[2]
     num_bounds = num_layers + (len(index.teacher_M) > 0)
     out = PackedRows(
-        hidden_NKH=torch.empty(len(index.row_N), num_layers, hidden_size, dtype=torch.bfloat16),
-        last_MH=torch.empty(len(index.teacher_M), hidden_size, dtype=torch.bfloat16),
+        hidden_NKR=torch.empty(
+            len(index.row_N),
+            num_layers,
+            row_bytes(mode, hidden_size),
+            dtype=torch.uint8,
+        ),
+        last_MR=torch.empty(len(index.teacher_M), row_bytes(mode, hidden_size), dtype=torch.uint8),
         largest_BL=torch.empty(len(lengths), num_bounds),
         faintest_BL=torch.empty(len(lengths), num_bounds),
     )
     columns = (index.row_N, index.sequence_N, index.teacher_M, index.teacher_sequence_M)
-    pack(hidden_KBTH, last_BTH, DeviceIndex(*map(torch.from_numpy, columns)), out)
+    device_index = DeviceIndex(*map(torch.from_numpy, columns))
+    packer = Packer(calibrated, torch.device("cpu"))
+    packer.begin(out)
+    # as the target's hooks do: in the order of its layers, not of the store
+    for place in reversed(range(num_layers)):
+        packer.layer(place, hidden_KBTH[place], device_index, out)
+    packer.last(last_BTH, device_index, out)
     return out
 
 
@@ -44,8 +62,9 @@ def test_padding_is_gone_and_rows_stand_by_token_then_layer() -> None:
     ]
     last_BTH = torch.tensor([[[-1.0], [-2.0], [99.0]], [[-3.0], [-4.0], [-5.0]]])
     out = _packed(hidden_KBTH, last_BTH, [2, 3], [[1], [0, 2]])
-    assert out.hidden_NKH[:, :, 0].tolist() == [[1, 11], [2, 12], [3, 13], [4, 14], [5, 15]]
-    assert out.last_MH[:, 0].tolist() == [-2, -3, -5]
+    hidden_NKH = out.hidden_NKR.view(torch.bfloat16)
+    assert hidden_NKH[:, :, 0].tolist() == [[1, 11], [2, 12], [3, 13], [4, 14], [5, 15]]
+    assert out.last_MR.view(torch.bfloat16)[:, 0].tolist() == [-2, -3, -5]
     assert out.largest_BL.tolist() == [[2, 12, 2], [5, 15, 5]]
     assert out.faintest_BL.tolist() == [[1, 11, 2], [3, 13, 3]]
 
@@ -59,7 +78,7 @@ def test_fp32_states_are_rounded_to_the_bits_of_the_store() -> None:
     special = [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 3.3895314e38, 1e-40, -1e-45, 0.0, -0.0]
     values[0, 0, : len(special)] = torch.tensor(special)
     out = _packed([values], values, [64], [[]])
-    found = out.hidden_NKH[:, 0].view(torch.uint16).numpy()
+    found = out.hidden_NKR[:, 0].view(torch.uint16).numpy()
     np.testing.assert_array_equal(found, bf16_bits(values[0].numpy()))
 
 
@@ -78,3 +97,27 @@ def test_a_sequence_with_a_nan_an_inf_or_a_row_of_zeros_is_named() -> None:
         3: "zero_rows",
         4: "zero_rows",
     }
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_quantised_rows_are_the_stores_and_bad_ones_are_found(mode: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_KBTH = [torch.randn(3, 5, 32, generator=generator) for _ in range(2)]
+    last_BTH = torch.randn(3, 5, 32, generator=generator)
+    states_NKH = torch.stack(hidden_KBTH, 2).flatten(0, 1).numpy()
+    found = calibrate(states_NKH, last_BTH.flatten(0, 1).numpy(), mode, mode)
+    calibrated = Calibrated.of(found, 2, {})
+    hidden_KBTH[1][1, 2, 3] = torch.inf
+    hidden_KBTH[0][2, 1] = 0
+    lengths, teachers = [2, 5, 4], [[0], [1, 3], [0]]
+    out = _packed(hidden_KBTH, last_BTH, lengths, teachers, mode, calibrated)
+    states_KBTH = torch.stack(hidden_KBTH)
+    rows_NKH = torch.cat([states_KBTH[:, b, :n].transpose(0, 1) for b, n in enumerate(lengths)])
+    wanted_NKR = encode(rows_NKH.numpy(), mode, calibrated.hidden)
+    np.testing.assert_array_equal(out.hidden_NKR.numpy(), wanted_NKR)
+    last_MH = torch.cat([last_BTH[b, places] for b, places in enumerate(teachers)])
+    wanted_MR = encode(last_MH.numpy(), mode, calibrated.last)
+    np.testing.assert_array_equal(out.last_MR.numpy(), wanted_MR)
+    assert out.largest_BL[0, 0] == hidden_KBTH[0][0, :2].abs().max()
+    bad = bad_sequences(out.largest_BL.numpy(), out.faintest_BL.numpy())
+    assert bad == {1: "not_finite", 2: "zero_rows"}

@@ -81,8 +81,11 @@ def test_a_twin_is_small_and_has_each_kind_of_layer(
     assert config.vocab_size == 272
 
 
-def test_a_capture_without_last_passes(target_dir: Path) -> None:
-    run = _run(target_dir, last_mode="none")
+@pytest.mark.parametrize(
+    "modes", [{"last_mode": "none"}, {"hidden_mode": "int4", "last_mode": "int8"}]
+)
+def test_a_capture_in_another_mode_passes(modes: dict[str, str], target_dir: Path) -> None:
+    run = _run(target_dir, **modes)
     preflight.check(run, resolve(run.target), _conversations())
 
 
@@ -90,6 +93,13 @@ def test_rows_that_cannot_be_used_do_not_stop_it(target_dir: Path) -> None:
     broken = [replace(item, messages=()) for item in _conversations()]
     run = _run(target_dir)
     preflight.check(run, resolve(run.target), broken)
+
+
+def test_rows_cut_before_their_answer_do_not_stop_it(target_dir: Path) -> None:
+    # whether later rows are short enough is the plan's to find out, and to count
+    run = _run(target_dir)
+    run = replace(run, data=replace(run.data, max_len=4))
+    preflight.check(run, resolve(run.target), _conversations())
 
 
 def test_a_template_that_fails_stops_it(
@@ -102,7 +112,7 @@ def test_a_template_that_fails_stops_it(
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
     run = _run(copy)
-    with pytest.raises(ValueError, match="no such role"):
+    with pytest.raises(ValueError, match=r"neither the first \d+ rows nor .*: .*no such role"):
         preflight.check(run, resolve(run.target), _conversations())
 
 

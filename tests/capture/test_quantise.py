@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dflash_pipeline.capture.quantise import Quantiser
+from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.quantise import (
     GROUP_SIZES,
     MODES,
@@ -23,7 +24,6 @@ from dflash_pipeline.store.quantise import (
     rotation_block,
     row_bytes,
 )
-from dflash_pipeline.store.rows import bf16_bits
 
 SIZES = (96, 576, 4096)
 

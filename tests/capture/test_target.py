@@ -117,6 +117,21 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(target_dir: Path, tmp_path:
         Target.load(files, (1,), "cpu", torch.float32)
 
 
+def test_a_checkpoint_of_other_widths_is_refused_by_name(target_dir: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    broken = Path(shutil.copytree(target_dir, tmp_path / "broken"))
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "intermediate_size": 7}))
+    files = resolve(TargetConfig(id=str(broken)))
+    with pytest.raises(
+        ValueError,
+        match=r"mlp\.down_proj\.weight has shape \[32, 48\] in the checkpoint, \[32, 7\]",
+    ):
+        Target.load(files, (1,), "cpu", torch.float32)
+
+
 def test_auto_means_bf16_on_cuda_and_fp32_on_a_cpu() -> None:
     assert compute_dtype("auto", "cuda") is torch.bfloat16
     assert compute_dtype("auto", "cpu") is torch.float32

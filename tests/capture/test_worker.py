@@ -251,14 +251,14 @@ def test_too_many_bad_samples_fail_the_run(run: Run, monkeypatch: pytest.MonkeyP
 
 def _short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int, ids: int = -1) -> None:
     """Batches of more than `most` sequences do not fit; nor does one that holds token `ids`."""
-    whole_forward = Target.forward
+    whole_run = Target.run
 
-    def forward(self: Target, ids_BT: torch.Tensor) -> Any:
+    def run(self: Target, ids_BT: torch.Tensor, take: Any) -> Any:
         if len(ids_BT) > most or bool((ids_BT == ids).any()):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole_forward(self, ids_BT)
+        return whole_run(self, ids_BT, take)
 
-    monkeypatch.setattr(Target, "forward", forward)
+    monkeypatch.setattr(Target, "run", run)
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_its_shard_marked(
@@ -300,10 +300,10 @@ def test_a_shard_that_keeps_failing_is_set_aside_named_and_tried_again_by_the_ne
 def test_a_target_that_fails_everywhere_ends_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forward(_target: Target, _ids_BT: torch.Tensor) -> None:
+    def forward(_target: Target, _ids_BT: torch.Tensor, _take: Any) -> None:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(Target, "forward", forward)
+    monkeypatch.setattr(Target, "run", forward)
     with pytest.raises(ValueError, match="RuntimeError: no kernel image is available"):
         _capture(run)
 

@@ -43,6 +43,13 @@ def refuse(run, place, extra):
 def killed(run, place, extra):
     os.kill(os.getpid(), signal.SIGKILL)
 
+def told_to_stop(run, place, extra):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+def disk_full(run, place, extra):
+    raise OSError(28, "No space left on device")
+
 def deaf(run, place, extra):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     wait(run, place, extra)

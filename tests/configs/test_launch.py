@@ -77,6 +77,22 @@ def test_a_process_that_the_kernel_ends_is_explained(
     assert "ended by SIGKILL, as the kernel does when memory runs out" in capfd.readouterr().err
 
 
+def test_a_process_that_somebody_else_stopped_is_explained(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = Devices("cpu", (0,))
+    assert launch(f"{stages}:told_to_stop", Run(), one, "capture", str(tmp_path), {}) == 1
+    assert "error: the process was told to stop by SIGTERM (log:" in capfd.readouterr().err
+
+
+def test_a_full_disk_says_what_to_do(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = Devices("cpu", (0,))
+    assert launch(f"{stages}:disk_full", Run(), one, "capture", str(tmp_path), {}) == 1
+    assert "No space left on device: free some space where" in capfd.readouterr().err
+
+
 def test_an_entry_that_does_not_exist_fails_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,11 +74,34 @@ def test_a_wrong_file_is_refused_in_one_line(text: str, message: str) -> None:
         ("drafter.block_size", "write section.key=value"),
         ("block_size=8", "unknown key block_size; did you mean drafter.block_size"),
         ("drafter.block_size=eight", "--set drafter.block_size must be int, got 'eight'"),
+        ("capture.hung_s=inf", "--set capture.hung_s must be a finite number, got inf"),
+        ("data.heldout=nan", "--set data.heldout must be a finite number, got nan"),
+        ("capture.seed=1000000000000000000000", "--set capture.seed is too large a number"),
+        ("optim.lr=1000000000000000000000", "--set optim.lr is too large a number"),
+        ("target.layer_ids=[1,1000000000000000000000]", r"layer_ids\[1\] is too large a number"),
     ],
 )
 def test_a_wrong_set_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load("", [text], {})
+
+
+# numbers below zero that mean something
+_BELOW_ZERO = {"target.mask_token_id", "capture.seed", "generate.seed", "train.seed"}
+
+
+def test_no_number_may_be_negative_but_those_that_mean_something() -> None:
+    run = load("", [], {})
+    numbers = [
+        f"{section}.{name}"
+        for section, values in to_dict(run).items()
+        for name, value in values.items()
+        if type(value) in (int, float) and f"{section}.{name}" not in _BELOW_ZERO
+    ]
+    assert len(numbers) > 50
+    for key in numbers:
+        with pytest.raises(UsageError, match=key.replace(".", r"\.")):
+            load("", [f"{key}=-2"], {})
 
 
 def test_a_set_reads_text_numbers_and_lists() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.calibration import (
     calibrate,
     calibration_hash,
@@ -13,7 +14,6 @@ from dflash_pipeline.store.calibration import (
     to_arrays,
 )
 from dflash_pipeline.store.quantise import encode
-from dflash_pipeline.store.rows import bf16_bits
 
 HIDDEN = 192
 MASSIVE = [5, 17, 80, 150]

@@ -16,6 +16,7 @@ from dflash_pipeline.store import paths
 from dflash_pipeline.store.check import main, verify
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commitlog import write_commit
+from dflash_pipeline.store.describe import describe
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.spec import ShardId
@@ -54,6 +55,26 @@ def test_each_flipped_byte_is_found_and_its_file_is_named(small_store: Store, fl
         assert any(str(file) in problem for problem in problems), (file, place, problems)
         flip(file, place)
     assert verify(store.path, deep=True).problems == []
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_looked_at(small_store: Store) -> None:
+    """A directory stands for what a failing disk or a foreign owner does: OSError on reading."""
+    root = small_store.path
+    files = [f for f in sorted(root.rglob("*")) if f.is_file() and "raw" not in f.parts]
+    files += sorted((root / "raw").glob("*/zarr.json"))
+    assert len(files) >= 60
+    for file in files:
+        content = file.read_bytes()
+        file.unlink()
+        file.mkdir()
+        for deep in (False, True):
+            problems = verify(root, deep=deep).problems
+            if deep or file.name == "zarr.json":
+                assert any(str(file) in problem for problem in problems), (file, problems)
+        json.dumps(describe(root), allow_nan=False)
+        file.rmdir()
+        file.write_bytes(content)
+    assert verify(root, deep=True).problems == []
 
 
 def test_each_single_bit_of_the_root_document_matters(small_store: Store) -> None:

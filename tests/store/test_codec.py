@@ -17,6 +17,7 @@ from zarr.core.metadata.v3 import ArrayV3Metadata
 
 from dflash_pipeline.store import metadata
 from dflash_pipeline.store.codec import PackedRows
+from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.rows import decode
 
 
@@ -39,6 +40,40 @@ def test_zarr_gives_each_sample_as_float32(store: Any, plan: Any) -> None:
     assert (group["b1/commit"][:, 0] == 1).all()
 
 
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_zarr_decodes_and_encodes_quantised_rows_as_we_do(
+    mode: str, tiny: Any, tmp_path: Path
+) -> None:
+    golden = Path(__file__).parent.parent / "golden" / f"store-v1-{mode}"
+    store, group = open_store(golden), zarr.open(str(golden), mode="r")
+    for i in range(len(store.table)):
+        bucket, sample = f"b{store.table.bucket[i]}", store.sample(i)
+        first, first_last = int(store.table.start[i]), int(store.table.last_start[i])
+        found = group[bucket]["hidden"][first : first + len(sample.ids_T)]
+        assert (found == sample.hidden_TKH).all()
+        assert sample.last_MH is not None
+        found = group[bucket]["last"][first_last : first_last + len(sample.last_MH)]
+        assert (found == sample.last_MH).all()
+    ours = group["b1/hidden"]
+    codec = ours.metadata.to_dict()["codecs"][0]["configuration"]["codecs"][0]
+    theirs = zarr.create_array(
+        str(tmp_path / "copy"),
+        shape=ours.shape,
+        shards=ours.shards,
+        chunks=ours.chunks,
+        dtype=ours.dtype,
+        serializer=PackedRows.from_dict(codec),
+        compressors=None,
+        fill_value=0,
+    )
+    plan = tiny.make_plan(3, rows=192, chunk_rows=32, hidden_size=64)
+    (i,) = (k for k in range(3) if store.table.bucket[k] == 1)
+    values_TKH = plan.rows_of(i)[0]
+    theirs[: len(values_TKH)] = values_TKH
+    assert (theirs[: len(values_TKH)] == store.sample(i).hidden_TKH).all()
+    assert hash(PackedRows.from_dict(codec)) == hash(PackedRows.from_dict(codec))
+
+
 def test_our_shard_is_zarr_pythons_byte_for_byte(store: Any, plan: Any, tmp_path: Path) -> None:
     group = zarr.open(str(store.path), mode="r")
     for name in ("b1/hidden", "b1/last", "raw/b1/hidden"):
@@ -49,7 +84,7 @@ def test_our_shard_is_zarr_pythons_byte_for_byte(store: Any, plan: Any, tmp_path
             shards=ours.shards,
             chunks=ours.chunks,
             dtype=ours.dtype,
-            serializer=PackedRows(mode="bf16") if ours.dtype == np.float32 else "auto",
+            serializer=PackedRows() if ours.dtype == np.float32 else "auto",
             compressors=None,
             fill_value=0,
         )
@@ -111,10 +146,24 @@ print(rows.tobytes().hex())
         {"name": "dflash.packed_rows", "configuration": {"mode": "int2"}},
         {"name": "dflash.packed_rows", "configuration": {"mode": "bf16", "group": 16}},
         {"name": "other", "configuration": {"mode": "bf16"}},
+        {"name": "dflash.packed_rows", "configuration": {"mode": "int4"}},
+        {
+            "name": "dflash.packed_rows",
+            "configuration": {"mode": "int4", "group": 16, "block": 16, "layers": []},
+        },
+        {
+            "name": "dflash.packed_rows",
+            "configuration": {
+                "mode": "int8",
+                "group": 0,
+                "block": 16,
+                "layers": [{"kept": [0], "centre": "AAAA"}],
+            },
+        },
     ],
 )
 def test_a_codec_from_the_future_is_refused(entry: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"packed_rows|update"):
+    with pytest.raises(ValueError, match=r"packed_rows|update|calibration of rows|multiple of 16"):
         PackedRows.from_dict(entry)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.store.describe import describe, main
-from dflash_pipeline.store.reader import Store
-from dflash_pipeline.store.snippet import NUMPY_DECODER, snippet
+from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.snippet import NUMPY_DECODER, QUANTISED_DECODER, snippet
 
 
 def test_a_whole_store_is_described(store: Store, plan: Any) -> None:
@@ -97,7 +97,7 @@ def test_the_tokenizer_of_the_target_gives_text(tiny: ModuleType, plan: Any, sto
 
 def test_the_notebook_lines_run(store: Store, plan: Any) -> None:
     names: dict[str, Any] = {}
-    exec(snippet(str(store.path)), names)
+    exec(snippet(str(store.path), "bf16"), names)
     hidden_TKH = plan.rows_of(0)[0]
     assert (names["sample"].hidden_TKH == hidden_TKH).all()
     assert (names["hidden"] == hidden_TKH[:10]).all()
@@ -109,6 +109,22 @@ def test_ten_lines_of_numpy_read_a_store_without_the_package(store: Store, plan:
     code = NUMPY_DECODER.format(path=store.path)
     assert len(code.splitlines()) == 10
     code = code.replace(f'"{store.path}", 0', f'"{store.path}", 17', 1)
+    assert _run_without_the_package(code, store.path) == plan.rows_of(17)[0].tobytes()
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_numpy_alone_reads_quantised_rows(mode: str) -> None:
+    path = Path(__file__).parent.parent / "golden" / f"store-v1-{mode}"
+    code = snippet(str(path), mode).split("# numpy alone\n")[1]
+    assert code == QUANTISED_DECODER.format(path=path)
+    found = np.frombuffer(_run_without_the_package(code, path), np.float32)
+    wanted = open_store(path).sample(0).hidden_TKH
+    # the rotation as a product adds up in another order
+    np.testing.assert_allclose(found.reshape(wanted.shape), wanted, atol=1e-5)
+
+
+def _run_without_the_package(code: str, path: Path) -> bytes:
+    """The bytes of hidden_TKH after `code`."""
     check = """
 import sys
 class Absent:
@@ -123,6 +139,6 @@ sys.meta_path.insert(0, Absent())
         capture_output=True,
         text=True,
         check=True,
-        cwd=store.path,
+        cwd=path,
     )
-    assert bytes.fromhex(found.stdout.strip()) == plan.rows_of(17)[0].tobytes()
+    return bytes.fromhex(found.stdout.strip())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.store import guard
+from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.calibration import calibrate
 from dflash_pipeline.store.guard import (
     HeadReport,
@@ -15,11 +16,11 @@ from dflash_pipeline.store.guard import (
     head_report,
     layer_report,
     layer_reports,
+    report_lines,
     report_record,
     violations,
 )
 from dflash_pipeline.store.quantise import decode, encode
-from dflash_pipeline.store.rows import bf16_bits, bf16_to_float32
 
 HIDDEN = 192
 MASSIVE = [5, 17, 80, 150]
@@ -111,5 +112,10 @@ def test_the_guard_names_each_missed_bound_with_its_figures():
         "last as int4: KL 0.5000 nats, at most 0.0600 is accepted",
     ]
     assert violations([layer(error_median=float("nan"))], None)
-    assert report_record([layer()], good_head)["layers"][0]["name"] == "layer 3"
-    assert report_record([], None) == {"layers": [], "head": None}
+    record = report_record([layer(error_median=0.0123456)], bad_head, missed)
+    assert record["layers"][0]["error_median"] == 0.01235
+    lines = report_lines(record)
+    assert lines[0].startswith("layer 3 as int4: error 1.23% (p99 ")
+    assert lines[1] == "head on last as int4: first choice kept in 50.0%, KL 0.5000 nats, 9 rows"
+    assert lines[2:] == [f"accepted by --force: {text}" for text in missed]
+    assert report_lines(report_record([], None, [])) == report_lines({}) == []

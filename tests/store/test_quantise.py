@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.store import quantise
+from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.quantise import Calibration, decode, decode_rotated, encode, fold
-from dflash_pipeline.store.rows import bf16_bits, bf16_to_float32
 
 KEPT = np.array([3, 7, 50, 60], np.int32)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_pipeline.store.rows import bf16_bits, bf16_to_float32, decode, encode, row_bytes
+from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
+from dflash_pipeline.store.rows import decode, encode, row_bytes
 
 
 def test_rounding_is_to_nearest_even_and_keeps_what_is_special() -> None:

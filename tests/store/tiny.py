@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.build import StoreBuilder, plan_lock
+from dflash_pipeline.store.calibration import Calibrated, Calibrations, calibrate
+from dflash_pipeline.store.completion import publish_calibration
 from dflash_pipeline.store.lease import Lease, Leases
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.store.rows import bf16_bits, bf16_to_float32, encode
+from dflash_pipeline.store.rows import encode
 from dflash_pipeline.store.spec import CHUNK_ROWS, FORMAT, Attributes, Layout, StoreSpec
 from dflash_pipeline.store.table import (
     SampleTable,
@@ -28,6 +31,7 @@ from dflash_pipeline.store.table import (
 )
 from dflash_pipeline.store.writer import StoreWriter
 
+PLAIN = Calibrated()
 BOUNDS, ROWS, VOCAB, WIDTH = (60, 200), 512, 97, 8
 
 
@@ -147,7 +151,8 @@ def make_plan(
 
 def build(plan: Plan, path: Path) -> Store:
     """A store with nothing captured yet."""
-    embed_VH = np.arange(VOCAB * WIDTH, dtype=np.uint16).reshape(VOCAB, WIDTH)
+    shape = (VOCAB, plan.spec.hidden_size)
+    embed_VH = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
     files = {"config.json": b'{"model_type": "tiny"}', "empty.txt": b""}
     with (
         plan_lock(path, wait_s=10),
@@ -162,17 +167,41 @@ def build(plan: Plan, path: Path) -> Store:
         return builder.publish()
 
 
-def put_shard(plan: Plan, writer: StoreWriter, lease: Lease, pause_s: float = 0.0) -> np.ndarray:
+def calibration_of(plan: Plan) -> Calibrations:
+    """From all rows of the plan."""
+    parts = [plan.rows_of(i) for i in range(len(plan.table))]
+    hidden_NKH, last_NH = (np.concatenate(list(part)) for part in zip(*parts, strict=True))
+    last = last_NH if plan.spec.has_last else None
+    return calibrate(hidden_NKH, last, plan.spec.hidden_mode, plan.spec.last_mode)
+
+
+def complete(plan: Plan, store: Store) -> Store:
+    """The store, calibrated."""
+    with Leases(store.path, plan.layout, heartbeat_s=0.1, hung_s=60) as leases:
+        lease = leases.claim(store.is_open, max_failures=3)
+        assert lease is not None
+        return publish_calibration(store, calibration_of(plan), {"layers": []}, lease)
+
+
+def put_shard(
+    plan: Plan,
+    writer: StoreWriter,
+    lease: Lease,
+    pause_s: float = 0.0,
+    calibrated: Calibrated = PLAIN,
+) -> np.ndarray:
     """Begin a shard and put its rows batch by batch; the amax of its layers."""
     writer.begin(lease)
+    spec = plan.spec
     amax = np.zeros(plan.spec.num_amax, np.float32)
     for samples in plan.table.batches_of(lease.shard_id):
         parts = [plan.rows_of(i) for i in range(len(plan.table))[samples]]
         hidden_NKH, last_MH = (np.concatenate(list(part)) for part in zip(*parts, strict=True))
         peaks = [*np.abs(hidden_NKH).max((0, 2)), np.abs(last_MH).max(initial=0)]
         amax = np.maximum(amax, peaks[: len(amax)])
-        last_MR = encode(last_MH, "bf16") if plan.spec.has_last else None
-        writer.put(encode(hidden_NKH, "bf16"), last_MR, lambda: None)
+        hidden_NKR = encode(hidden_NKH, spec.hidden_mode, calibrated.hidden)
+        last_MR = encode(last_MH, spec.last_mode, calibrated.last) if spec.has_last else None
+        writer.put(hidden_NKR, last_MR, lambda: None)
         time.sleep(pause_s)
     return amax
 
@@ -186,7 +215,7 @@ def capture(plan: Plan, store: Store, hung_s: float = 60.0, pause_s: float = 0.0
     ):
         leases.sweep()
         while lease := leases.claim(store.is_open, max_failures=3):
-            amax = put_shard(plan, writer, lease, pause_s)
+            amax = put_shard(plan, writer, lease, pause_s, store.calibration)
             writer.finish(amax, clipped, {}, halved=False)
             writer.commit()
             count += 1

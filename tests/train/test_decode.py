@@ -179,9 +179,9 @@ def test_tau_is_pooled_over_cycles_and_also_averaged_over_prompts() -> None:
 
 def test_as_stored_rounds_to_bf16() -> None:
     feature = torch.randn(4, 3, 8)
-    assert torch.equal(as_stored(feature, "bf16"), feature.bfloat16().float())
+    assert torch.equal(as_stored(feature, "bf16", ()), feature.bfloat16().float())
     half = feature.bfloat16()
-    assert torch.equal(as_stored(half, "bf16"), half.float())
+    assert torch.equal(as_stored(half, "bf16", ()), half.float())
 
 
 @pytest.mark.parametrize("window", [0, 5])

@@ -17,6 +17,8 @@ from torch import Tensor
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, Run, StoreConfig
+from dflash_pipeline.store.calibration import Calibrated
+from dflash_pipeline.store.rows import encode
 from dflash_pipeline.store.table import HELD_OUT, TRAIN
 from dflash_pipeline.train import evaluate
 from dflash_pipeline.train.drafter import Drafter
@@ -223,6 +225,7 @@ class FakeStore:
         self.spec = SimpleNamespace(
             layer_ids=(0, 1, 2), num_target_layers=5, hidden_size=WIDTH, vocab_size=VOCAB
         )
+        self.calibration = Calibrated()
         self.table = SimpleNamespace(
             domains=("code", "math"),
             domain=np.array([0, 1, 0, 1, 1, 1]),
@@ -235,10 +238,9 @@ class FakeStore:
         ids_T = np.arange(4, 20, dtype=np.uint32)
         return ids_T, (np.arange(16) >= 3).astype(np.uint8)
 
-    def sample(self, index: int) -> Any:
-        ids_T, mask_T = self.tokens(index)
+    def hidden(self, index: int) -> np.ndarray:
         hidden_TKH = np.random.default_rng(index).normal(size=(16, 3, WIDTH)).astype(np.float32)
-        return SimpleNamespace(ids_T=ids_T, mask_T=mask_T, hidden_TKH=hidden_TKH)
+        return encode(hidden_TKH, "bf16")
 
     def embed(self) -> np.ndarray:
         return np.full((VOCAB, WIDTH), 0x3F80, np.uint16)

@@ -15,9 +15,8 @@ def test_accepted_length_is_the_joint_prefix_and_slots_are_counted_alone() -> No
     row_R = torch.tensor([1, 2, 3, 5, 6])
     slot_R = torch.tensor([1, 2, 3, 1, 2])
     weight_R = torch.tensor([1.0, 0.5, 0.25, 1.0, 0.5])
-    stats = RowStats(
-        torch.tensor([1.0, 0, 1, 1, 1]), torch.tensor([1.0, 2, 3, 4, 5]), torch.zeros(5)
-    )
+    correct_R, ce_R = torch.tensor([[1.0, 0, 1, 1, 1], [1.0, 2, 3, 4, 5]])
+    stats = RowStats(correct_R, ce_R, *torch.zeros(3, 5))
     for _ in range(2):
         metrics.add(stats, row_R, slot_R, weight_R, num_anchors=3, num_blocks=2)
     summary = metrics.summary(metrics.sums)

@@ -264,7 +264,7 @@ def overfitted(store: Store, head: TargetHead, shape: DrafterShape) -> Drafter:
 
 def test_replay_takes_decodings_own_cycles(world: World) -> None:
     def rounding(feature_NKH: torch.Tensor) -> torch.Tensor:
-        return as_stored(feature_NKH, world.store.spec.hidden_mode)
+        return as_stored(feature_NKH, world.store.spec.hidden_mode, ())
 
     drafting = ModelDrafting(world.drafter, world.head, rounding)
     sum_kept = 0
@@ -281,7 +281,7 @@ def test_replay_takes_decodings_own_cycles(world: World) -> None:
 
 
 def test_replay_cuts_answers_as_decoding_does(world: World) -> None:
-    drafting = ModelDrafting(world.drafter, world.head, lambda f: as_stored(f, "bf16"))
+    drafting = ModelDrafting(world.drafter, world.head, lambda f: as_stored(f, "bf16", ()))
     for max_new_tokens in (1, 2, 11):
         decoded = Tally(num_drafts=4)
         for prompt_T in world.prompts:

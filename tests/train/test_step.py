@@ -24,6 +24,7 @@ from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.ring import Ring, Sizes
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.step import learn, score
+from dflash_pipeline.train.stored import StoredRows
 
 CONFIG = TrainConfig(batch_tokens=1024, batch_anchors=64, anchors_per_sample=8)
 LOSS = LossConfig(ce=0.5, kl=0.5, position_chunk=20)
@@ -38,7 +39,9 @@ def batch_of(whole_store: Store) -> Callable[..., BatchOf]:
         shape: DrafterShape, padded: bool, device: torch.device, dtype: torch.dtype
     ) -> BatchOf:
         sizes = Sizes.of(CONFIG, whole_store.spec, shape, True, padded)
-        ring = Ring(sizes, 2, device, dtype, poison=True)
+        hidden = StoredRows.hidden(whole_store, shape.layer_ids, device)
+        last = StoredRows.last(whole_store, device)
+        ring = Ring(sizes, 2, hidden, last, device, dtype, poison=True)
 
         @contextmanager
         def lend(samples: list[int]) -> Iterator[Batch]:
@@ -67,7 +70,6 @@ def batch_of(whole_store: Store) -> Callable[..., BatchOf]:
             )
             slot.write(blocks, LOSS.position_chunk)
             with ring.on_device(slot) as lent:
-                states = lent.last_MH.index_select(0, lent.teacher_U)
                 yield Batch(
                     lent.feature_NKH,
                     lent.position_N,
@@ -78,7 +80,7 @@ def batch_of(whole_store: Store) -> Callable[..., BatchOf]:
                     lent.slot_R,
                     lent.label_R,
                     lent.weight_R,
-                    Teacher(states, lent.teacher_index_R, slot.spans),
+                    Teacher(lent.teacher_UH, lent.teacher_index_R, slot.spans),
                     len(blocks.anchor_A),
                     np.array(samples),
                 )

@@ -1,0 +1,187 @@
+"""Calibrates a store of int8 or int4 rows before its first shard, and judges whether they serve.
+
+Whoever holds the first shard's lease does it, the others wait. What comes out depends on the plan
+and the target alone, so that anybody may take over.
+Letters: S samples, N rows, K captured layers, M rows of `last`, H hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dflash_pipeline.capture.target import Target
+from dflash_pipeline.configs.schema import CaptureConfig
+from dflash_pipeline.store import guard
+from dflash_pipeline.store.calibration import (
+    NUM_SAMPLES,
+    Calibrations,
+    calibrate,
+    calibration_positions,
+)
+from dflash_pipeline.store.completion import is_calibrated, publish_calibration
+from dflash_pipeline.store.lease import LeaseLost, Leases
+from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.spec import QUANTISED_MODES, ShardId
+from dflash_pipeline.store.table import SampleTable, claim_order, teacher_positions
+
+IDLE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """States to calibrate from, or to judge by."""
+
+    hidden_NKH: NDArray[np.float32]
+    last_MH: NDArray[np.float32] | None
+
+
+def calibrated(
+    store: Store,
+    target: Target,
+    config: CaptureConfig,
+    leases: Leases,
+    say: Callable[[str], None],
+    beat: Callable[[], None],
+    wait: Callable[[], None],
+) -> Store:
+    """The store with its calibration: it has one, this worker makes it, or another one does.
+
+    `beat` is called again and again meanwhile, or `wait` while another one works. Raises
+    ValueError when a mode misses its error bounds and `capture.force` is off; nothing is written
+    then.
+    """
+    if store.spec.is_calibrated:
+        return store
+    first = claim_order(store.layout.num_shards)[0]
+
+    def is_open(shard_id: ShardId) -> bool:
+        return shard_id == first and not is_calibrated(store.path)
+
+    is_told = False
+    while not is_calibrated(store.path):
+        lease = leases.claim(is_open, max_failures=config.max_shard_failures)
+        if lease is None:
+            if not is_told:
+                say("waiting for the calibration that another worker makes")
+            is_told = True
+            wait()
+            time.sleep(IDLE_S)
+            continue
+        with lease:
+            calibrations, record = _calibrate(store, target, config.force, say, beat)
+            # lost: this worker hung, and another one calibrates in its place
+            with contextlib.suppress(LeaseLost):
+                publish_calibration(store, calibrations, record, lease)
+    return open_store(store.path)
+
+
+def _calibrate(
+    store: Store,
+    target: Target,
+    is_forced: bool,
+    say: Callable[[str], None],
+    beat: Callable[[], None],
+) -> tuple[Calibrations, dict[str, object]]:
+    spec = store.spec
+    chosen, others = chosen_samples(store.table)
+    say(f"calibrating {spec.hidden_mode} / {spec.last_mode} from {len(chosen)} samples")
+    rows = _rows(store, target, chosen, beat)
+    calibrations = calibrate(rows.hidden_NKH, rows.last_MH, spec.hidden_mode, spec.last_mode)
+    judged = _rows(store, target, others, beat)
+    beat()
+    layers = guard.layer_reports(judged.hidden_NKH, judged.last_MH, spec.layer_ids, calibrations)
+    head = None
+    if judged.last_MH is not None and spec.last_mode in QUANTISED_MODES:
+        places = np.linspace(0, len(judged.last_MH) - 1, guard.NUM_HEAD_ROWS, dtype=int)
+        calibration = calibrations[-1]
+        assert calibration is not None
+        head = guard.head_report(
+            judged.last_MH[np.unique(places)],
+            calibration,
+            store.head(),
+            target.logit_scale,
+            target.soft_cap,
+        )
+    missed = guard.violations(layers, head)
+    record = guard.report_record(layers, head, missed)
+    for line in guard.report_lines(record | {"missed": []}):
+        say(f"calibration: {line}")
+    if missed and not is_forced:
+        raise ValueError(
+            f"{'; '.join(missed)}: the rows of this target should be stored as "
+            f"{_offer(spec.hidden_mode, spec.last_mode, missed)}, in another --store (this one "
+            "holds a plan and no rows: it may be deleted); --force captures nevertheless"
+        )
+    for line in missed:
+        say(f"calibration: accepted by --force: {line}")
+    return calibrations, record
+
+
+def _offer(hidden_mode: str, last_mode: str, missed: Sequence[str]) -> str:
+    """The options of the next more careful mode, for what missed its bound."""
+    better = {"int4": "int8", "int8": "bf16"}
+    options = []
+    if any(text.startswith("layer") for text in missed):
+        options.append(f"--hidden-mode {better[hidden_mode]}")
+    if any(text.startswith("last") for text in missed):
+        options.append(f"--last-mode {better[last_mode]}")
+    return " ".join(options)
+
+
+def chosen_samples(table: SampleTable) -> tuple[list[int], list[int]]:
+    """Samples to calibrate from and to judge by, evenly spread over the plan and its buckets.
+
+    Every domain has one at least to calibrate from. A plan too small for both is judged by the
+    samples that it is calibrated from.
+    """
+    chosen = _spread(range(len(table)))
+    missing = set(range(len(table.domains))) - set(table.domain[chosen].tolist())
+    firsts = [np.flatnonzero(table.domain == domain)[:1] for domain in sorted(missing)]
+    chosen = sorted({*chosen, *(int(i) for found in firsts for i in found)})
+    others = sorted(set(range(len(table))) - set(chosen))
+    return chosen, _spread(others) or chosen
+
+
+def _spread(samples: Sequence[int]) -> list[int]:
+    places = np.linspace(0, len(samples) - 1, min(NUM_SAMPLES, len(samples))).round()
+    return [samples[int(place)] for place in np.unique(places)]
+
+
+def _rows(store: Store, target: Target, samples: Sequence[int], beat: Callable[[], None]) -> _Rows:
+    """States of the samples, computed alone, at `calibration_positions`; bad samples left out."""
+    spec, table = store.spec, store.table
+    hidden: list[NDArray[np.float32]] = []
+    last: list[NDArray[np.float32]] = []
+    teachers = [teacher_positions(store.tokens(i)[1], spec.last_rows) for i in samples]
+    positions = calibration_positions([int(table.num_tokens[i]) for i in samples])
+    of_last = calibration_positions([len(teacher) for teacher in teachers])
+    for i, position_N, teacher, place_M in zip(samples, positions, teachers, of_last, strict=True):
+        beat()
+        ids_1T = torch.from_numpy(store.tokens(i)[0].astype(np.int64))[None].to(target.device)
+        hidden_KBTH, last_BTH = target.forward(ids_1T)
+        position = torch.from_numpy(position_N).to(target.device)
+        states = torch.stack([layer[0].index_select(0, position) for layer in hidden_KBTH], 1)
+        teacher_M = torch.from_numpy(teacher[place_M]).to(target.device)
+        lasts = last_BTH[0].index_select(0, teacher_M)
+        if not (_is_good(states) and _is_good(lasts)):
+            continue
+        hidden.append(states.float().cpu().numpy())
+        last.append(lasts.float().cpu().numpy())
+    if not hidden:
+        raise ValueError(
+            f"none of {len(samples)} samples gives rows to calibrate from: they are not finite or "
+            "all zero. The target may overflow target.dtype"
+        )
+    return _Rows(np.concatenate(hidden), np.concatenate(last) if spec.has_last else None)
+
+
+def _is_good(states: torch.Tensor) -> bool:
+    largest = states.abs().amax(dim=-1)
+    return bool((torch.isfinite(largest) & (largest > 0)).all())

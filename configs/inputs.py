@@ -1,0 +1,79 @@
+"""What a line names must be there, and where it writes must be free: found before anything loads.
+
+The stages check again, with all they know; this spares a person the wait for their imports.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dflash_pipeline.configs.errors import UsageError
+
+
+def check_target(name: str) -> None:
+    """Refuse a target that is written as a place in the file system where nothing stands."""
+    path = Path(name).expanduser()
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise UsageError(f"target {name}: no such file")
+    elif name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        if not path.is_dir():
+            raise UsageError(
+                f"target {name}: there is no such directory; expected one with config.json and "
+                ".safetensors files, a .gguf file, a hub name, toy or smollm2"
+            )
+        if not (path / "config.json").is_file():
+            raise UsageError(f"target {name}: {path} holds no config.json")
+
+
+def check_store_place(store: str) -> None:
+    """Refuse a path where no store can be made and none stands."""
+    path = Path(store)
+    if path.name in ("", ".."):
+        raise UsageError(f"--store {store}: the store needs a directory of its own; name a new one")
+    if path.is_symlink():
+        # its logs and leases stand beside it: a second name would mean a second set of leases
+        raise UsageError(
+            f"--store {store} is a symbolic link: name the directory that it leads to, "
+            f"{os.path.realpath(path)}"
+        )
+    if os.path.lexists(path):
+        if not path.is_dir():
+            raise UsageError(f"--store {store} is not a directory: name a new one")
+        if path.is_mount():
+            # it appears by a rename, which cannot replace a mount point
+            raise UsageError(f"--store {store} is a mount point: name a directory inside it")
+        if any(path.iterdir()) and not (path / "zarr.json").is_file():
+            raise UsageError(
+                f"--store {store} is not empty and holds no store (no zarr.json): name a new "
+                "directory"
+            )
+    _check_writable(path.absolute().parent, f"--store {store}")
+
+
+def check_out_file(out: str, flag: str) -> None:
+    """Refuse a path that no file can be written to."""
+    path = Path(out)
+    if path.name in ("", "..") or path.is_dir():
+        raise UsageError(f"{flag} {out} is a directory: name a file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UsageError(f"{flag} {out}: the file cannot be written; name another one")
+    _check_writable(path.absolute().parent, f"{flag} {out}")
+
+
+def check_new_directory(out: str, flag: str) -> None:
+    """Refuse a path where something stands already, or where no directory can be made."""
+    if os.path.lexists(out):
+        raise UsageError(f"{flag} {out} exists: choose another {flag} or remove it")
+    _check_writable(Path(out).absolute().parent, f"{flag} {out}")
+
+
+def _check_writable(folder: Path, what: str) -> None:
+    """The folder, or the nearest one above it that exists, takes new entries."""
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"{what}: {folder} is not a directory; choose another place")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{what}: {folder} cannot be written to; choose another place")

@@ -1,0 +1,125 @@
+"""What the README says about files, commands, options and presets is so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+from dflash_pipeline.cli import dflash
+from dflash_pipeline.configs.load import all_keys, load, preset_names
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.snippet import NUMPY_DECODER
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+FOLDERS = ("capture", "configs", "store", "train")
+# options of other programs, which the README shows in their own lines
+FOREIGN = ("pip ", "vllm ", "python -m sglang")
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def _marked(marker: str) -> str:
+    found = re.findall(rf"<!-- {marker} -->\n```bash\n(.*?)\n```", TEXT, re.DOTALL)
+    assert len(found) == 1, f"README needs one code block right after <!-- {marker} -->"
+    return str(found[0])
+
+
+def _options(command: click.Command) -> set[str]:
+    return {flag for one in command.params for flag in one.opts} | {"--help"}
+
+
+def _dflash_lines() -> list[list[str]]:
+    code = re.findall(r"`([^`\n]+)`", TEXT)
+    code += [line.strip() for block in _blocks("bash") for line in block.splitlines()]
+    lines = [part for text in code for part in text.split(" && ")]
+    return [shlex.split(line) for line in lines if line.startswith("dflash ")]
+
+
+def test_the_two_commands_stand_after_their_markers() -> None:
+    assert _marked("main") == "pip install 'torch==2.13.0' -e . && dflash demo"
+    assert _marked("tests") == "pip install 'torch==2.13.0' -e '.[test]' && bash .ci/check"
+    assert (ROOT / ".ci" / "check").is_file()
+
+
+def test_the_table_of_commands_is_that_of_the_program() -> None:
+    listed = re.findall(r"^\| `dflash ([a-z]+)`", TEXT, re.MULTILINE)
+    assert sorted(listed) == sorted(dflash.commands)
+
+
+def test_every_line_that_calls_dflash_uses_options_that_exist() -> None:
+    lines = _dflash_lines()
+    assert len(lines) > 15
+    for words in lines:
+        name, *arguments = words[1:]
+        assert name in dflash.commands, words
+        given = {word for word in arguments if word.startswith("--")}
+        assert given <= _options(dflash.commands[name]), words
+
+
+def test_every_option_that_is_mentioned_exists_somewhere() -> None:
+    known = set().union(*map(_options, dflash.commands.values()))
+    code = [line for block in _blocks("bash") for line in block.splitlines()]
+    code += re.findall(r"`([^`\n]+)`", TEXT)
+    for line in code:
+        if not line.startswith(FOREIGN):
+            assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= known, line
+
+
+def test_every_python_file_of_the_package_is_in_the_file_map() -> None:
+    files = {
+        str(path.relative_to(ROOT))
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        if path.read_text(encoding="utf-8").strip()
+    }
+    listed = re.findall(r"^\| `([a-z_/0-9]+\.py)` \| \S", TEXT, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == files | {"cli.py"}
+
+
+def test_every_preset_is_named_and_no_other() -> None:
+    paragraph = TEXT[TEXT.index("Presets: ") :].split("\n\n")[0]
+    assert sorted(re.findall(r"`([a-z0-9.-]+)`", paragraph)) == preset_names()
+
+
+def test_every_section_and_setting_that_is_mentioned_exists() -> None:
+    sections = re.search(r"with a section each: (.*?)\.\s", TEXT, re.DOTALL)
+    assert sections is not None
+    assert set(re.findall(r"`(\w+)`", sections[1])) == set(Run.__dataclass_fields__)
+    for section, key in re.findall(r"`([a-z]+)\.([a-z_]+)`", TEXT):
+        if section in Run.__dataclass_fields__ and key != "py":
+            assert f"{section}.{key}" in all_keys()
+
+
+def test_the_configuration_of_the_two_lines_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = _blocks("toml")
+    assert tomllib.loads(block)["preset"] in preset_names()
+    monkeypatch.chdir(tmp_path)
+    Path("dflash.toml").write_text(block, encoding="utf-8")
+    run = load("", (), {})
+    assert (run.target.id, run.store.path) == ("Qwen/Qwen3-8B", "/nvme/hs")
+    assert "dflash capture --gpus 0-4\ndflash train --gpus 5-7 --store /nvme/hs\n" in TEXT
+
+
+def test_the_numpy_decoder_is_the_one_that_is_tested() -> None:
+    assert NUMPY_DECODER.format(path="/nvme/hs") in _blocks("python")
+
+
+def test_the_first_screen_holds_what_a_newcomer_needs() -> None:
+    first = "\n".join(TEXT.splitlines()[:70])
+    for needed in ("<!-- main -->", "<!-- tests -->", "<!-- measured -->", "dflash.toml"):
+        assert needed in first
+
+
+def test_no_line_is_unfinished() -> None:
+    assert not re.search(r"\b(TODO|TBD|FIXME|FILEMAP|MEASURED|DECODER)\b", TEXT)

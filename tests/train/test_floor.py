@@ -1,0 +1,126 @@
+"""The floor's formulas against what torch counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from dflash_pipeline.configs.schema import LossConfig
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.floor import H200_FLOP_PER_S, StepSize, loss_flop, step_flop
+from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.loss import Teacher, chunked_loss
+from dflash_pipeline.train.shape import FULL, DrafterShape
+
+NUM_CONTEXT, NUM_ROWS = 24, 12
+
+
+def _wide(shape: DrafterShape) -> DrafterShape:
+    return replace(
+        shape, hidden_size=16, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+
+
+def _attend(
+    _layer_type: str, query_QED: Tensor, key_NGD: Tensor, value_NGD: Tensor, *block: Tensor
+) -> Tensor:
+    """Plain attention by two products over all keys, so that torch can count them."""
+    group = query_QED.shape[1] // key_NGD.shape[1]
+    key_MED, value_MED = (
+        torch.cat(pair).repeat_interleave(group, dim=1)
+        for pair in ((block[0], key_NGD), (block[1], value_NGD))
+    )
+    score_EQM = query_QED.transpose(0, 1) @ key_MED.permute(1, 2, 0)
+    return (score_EQM.softmax(-1) @ value_MED.transpose(0, 1)).transpose(0, 1)
+
+
+def test_a_step_costs_what_torch_counts(shape: DrafterShape) -> None:
+    shape = _wide(shape)
+    drafter = Drafter(shape)
+    drafter.initialise(0)
+    num_keys = NUM_CONTEXT + NUM_ROWS
+    size = StepSize(
+        num_context=NUM_CONTEXT,
+        num_rows=NUM_ROWS,
+        num_visible=NUM_ROWS * num_keys,
+        num_scored=0,
+        num_teachers=0,
+    )
+    flop = step_flop(shape, size)
+    with FlopCounterMode(display=False) as forward:
+        hidden_QH = drafter(
+            drafter.context(torch.randn(NUM_CONTEXT, len(shape.layer_ids), 16)),
+            torch.arange(NUM_CONTEXT),
+            torch.randn(NUM_ROWS, 16),
+            torch.arange(NUM_ROWS),
+            _attend,
+        )
+    assert forward.get_total_flops() == flop.linear_forward + flop.attention_forward
+    with FlopCounterMode(display=False) as backward:
+        hidden_QH.sum().backward()
+    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    first_norm = 2 * NUM_ROWS * 16 * (heads + 2 * keys)
+    # kept scores: four products instead of five
+    attention = flop.attention_backward * 4 // 5
+    assert backward.get_total_flops() == flop.linear_backward + first_norm + attention
+
+
+@pytest.mark.parametrize("kl", [0.0, 1.0])
+def test_the_loss_costs_what_torch_counts(kl: float, shape: DrafterShape) -> None:
+    random = torch.Generator().manual_seed(0)
+    head = TargetHead(torch.randn(97, 8, generator=random), None, shape)
+    hidden_RH = torch.randn(10, 8, generator=random).requires_grad_()
+    teacher = Teacher(
+        torch.randn(6, 8, generator=random), torch.arange(10) * 6 // 10, ((0, 3), (3, 6))
+    )
+    config = LossConfig(kl=kl, position_chunk=5)
+    with FlopCounterMode(display=False) as counter:
+        label_R = torch.arange(10)
+        total, _ = chunked_loss(hidden_RH, head, label_R, torch.ones(10), teacher, config)
+        total.backward()
+    assert counter.get_total_flops() == loss_flop(shape, 10, 6 if kl else 0)
+
+
+@pytest.mark.parametrize(("kl", "expected_ms"), [(False, 90.6), (True, 95.4)])
+def test_the_floor_of_the_headline_figure(kl: bool, expected_ms: float) -> None:
+    shape = DrafterShape(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=5,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        block_size=16,
+        mask_token_id=0,
+        layer_ids=(1, 9, 17, 25, 33),
+        num_target_layers=36,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        max_position_embeddings=40960,
+        layer_types=(FULL,) * 5,
+        sliding_window=0,
+        input_embedding_scale=1.0,
+        output_multiplier=1.0,
+        final_logit_softcapping=0.0,
+        init_std=0.02,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    size = StepSize(
+        num_context=3072,
+        num_rows=512 * 16,
+        num_visible=512 * 16 * (3072 // 2 + 16),
+        num_scored=512 * 15,
+        num_teachers=3071 if kl else 0,
+    )
+    # 71.57 and 75.39 TFLOP
+    assert step_flop(shape, size).total / H200_FLOP_PER_S * 1e3 == pytest.approx(
+        expected_ms, abs=0.05
+    )

@@ -1,0 +1,202 @@
+"""The kernel of the loss against fp64: in Triton's interpreter, compiled for Hopper, on a GPU.
+
+Run as a script it is the interpreter's half: TRITON_INTERPRET counts only before triton loads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_pipeline.configs.schema import LossConfig
+from dflash_pipeline.train import loss
+from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.loss import Teacher, chunked_loss, reference_loss, teacher_spans
+from dflash_pipeline.train.shape import FULL, DrafterShape
+
+CONFIGS = {
+    "ce": LossConfig(ce=0.7),
+    "kl": LossConfig(ce=0.0, kl=1.3),
+    "both": LossConfig(ce=0.3, kl=0.7),
+    "hot": LossConfig(ce=0.3, kl=0.7, temperature=2.5),
+    "cold": LossConfig(ce=0.0, kl=0.7, temperature=0.5),
+}
+ROWS, TEACHERS, HIDDEN, CHUNK = 11, 6, 16, 4
+
+
+def _shape(vocab_size: int, soft_cap: float, multiplier: float) -> DrafterShape:
+    return DrafterShape(
+        hidden_size=HIDDEN,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=vocab_size,
+        block_size=4,
+        mask_token_id=0,
+        layer_ids=(1,),
+        num_target_layers=4,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_position_embeddings=64,
+        layer_types=(FULL,),
+        sliding_window=0,
+        input_embedding_scale=1.0,
+        output_multiplier=multiplier,
+        final_logit_softcapping=soft_cap,
+        init_std=0.02,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def _stats(
+    hidden_RH: Tensor, teacher_RH: Tensor | None, head: TargetHead, label_R: Tensor, heat: float
+) -> list[Tensor]:
+    """correct, ce, kl, entropy and overlap from the definitions, fp64."""
+
+    def logits(rows: Tensor) -> Tensor:
+        raw = rows @ head.weight_VH.t() * head.multiplier
+        return head.soft_cap * torch.tanh(raw / head.soft_cap) if head.soft_cap else raw
+
+    z = logits(hidden_RH)
+    log_q = z.log_softmax(-1)
+    correct = (z.argmax(-1) == label_R).double()
+    entropy = -(log_q.exp() * log_q).sum(-1)
+    ce = -log_q.gather(1, label_R[:, None])[:, 0]
+    if teacher_RH is None:
+        return [correct, ce, torch.zeros_like(ce), entropy, torch.zeros_like(ce)]
+    t = logits(teacher_RH)
+    hot_q, hot_p = (z / heat).log_softmax(-1), (t / heat).log_softmax(-1)
+    kl = (hot_p.exp() * (hot_p - hot_q)).sum(-1)
+    return [correct, ce, kl, entropy, torch.minimum(log_q.exp(), t.softmax(-1)).sum(-1)]
+
+
+def compare(name: str, vocab_size: int, soft_cap: float, dtype: torch.dtype, device: str) -> None:
+    """Value, gradient and statistics of one case; the operands' own rounding is in the truth."""
+    config = replace(CONFIGS[name], position_chunk=CHUNK)
+    random = torch.Generator().manual_seed(vocab_size)
+    shape = _shape(vocab_size, soft_cap, 1.0 if not soft_cap else 1.5)
+    hidden_RH = (torch.randn(ROWS, HIDDEN, generator=random) * 2).to(dtype)
+    head_VH = torch.randn(vocab_size, HIDDEN, generator=random).to(dtype)
+    state_UH = (torch.randn(TEACHERS, HIDDEN, generator=random) * 2).to(dtype)
+    weight_R = torch.rand(ROWS, generator=random) + 0.1
+    index_R = np.sort(np.random.default_rng(0).integers(0, TEACHERS, ROWS))
+    spans = teacher_spans(index_R, CHUNK)
+    index = torch.from_numpy(index_R)
+    exact = hidden_RH.double().requires_grad_()
+    truth_head = TargetHead(head_VH.double(), None, shape)
+    label_R = torch.randint(0, vocab_size, (ROWS,), generator=random)
+    # some rows are right, and the last token counts like any other
+    label_R[:3] = (exact.detach()[:3] @ truth_head.weight_VH.t()).argmax(-1)
+    label_R[3] = vocab_size - 1
+    truth = reference_loss(
+        exact, truth_head, label_R, weight_R, Teacher(state_UH.double(), index, spans), config
+    )
+    truth.backward()
+    wanted = _stats(
+        exact.detach(),
+        state_UH.double()[index] if config.kl else None,
+        truth_head,
+        label_R,
+        config.temperature,
+    )
+
+    rows = hidden_RH.to(device).requires_grad_()
+    teacher = Teacher(state_UH.to(device), index.to(device), spans)
+    head = TargetHead(head_VH.to(device), None, shape)
+    with patch.object(loss, "_has_kernel", lambda _logits: True):
+        total, stats = chunked_loss(
+            rows, head, label_R.to(device), weight_R.to(device), teacher, config
+        )
+    (total / 3).backward()
+    torch.testing.assert_close(total.detach().cpu().double(), truth.detach(), rtol=1e-5, atol=1e-5)
+    found = (stats.correct_R, stats.ce_R, stats.kl_R, stats.entropy_R, stats.overlap_R)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, rtol=2e-5, atol=2e-5)
+    error = (rows.grad.cpu().double() * 3 - exact.grad).norm() / exact.grad.norm()
+    # bf16: the logits' gradient and the result are rounded once each; the interpreter cuts off
+    bound = 1e-5 if dtype == torch.float32 else 2**-7
+    assert float(error) < bound, (name, vocab_size, soft_cap, dtype, float(error))
+
+
+def test_the_kernel_equals_fp64_in_the_interpreter():
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-W", "error", __file__], check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "soft_cap", "bits"),
+    [("ce", 151936, 0.0, 16), ("hot", 151936, 0.0, 16), ("both", 1003, 30.0, 32)],
+)
+def test_the_kernel_compiles_for_hopper_without_spilling_into_memory(
+    name, vocab_size, soft_cap, bits, monkeypatch, tmp_path
+):
+    triton = pytest.importorskip("triton", reason="triton has no build for this platform")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dflash_pipeline.train import loss_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = CONFIGS[name]
+    constants = loss_kernel.score_constants(vocab_size, config, 1.0, soft_cap, config.kl > 0)
+    constants["GRADIENT_STRIDE"] = 2 * vocab_size if bits == 16 else vocab_size
+    kinds = {
+        "logits_PV": "*fp32",
+        "target_UV": "*fp32",
+        "gradient_PV": "*bf16" if bits == 16 else "*fp32",
+        "label_R": "*i64",
+        "weight_R": "*fp32",
+        "index_R": "*i64",
+        "stats_FR": "*fp32",
+        "first_row": "i32",
+        "first_teacher": "i32",
+        "num_rows": "i32",
+    }
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(3)}
+    compiled = triton.compile(
+        ASTSource(
+            loss_kernel.score_kernel,
+            kinds | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+            attrs=aligned,
+        ),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": loss_kernel.NUM_WARPS},
+    )
+    code = compiled.asm["ptx"]
+    assert ".local" not in code
+    if vocab_size % 16 == 0:
+        assert "ld.global.v4" in code
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("vocab_size", "soft_cap", "dtype"),
+    [(1003, 20.0, torch.float32), (151936, 0.0, torch.bfloat16)],
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_kernel_equals_fp64_on_the_gpu(name, vocab_size, soft_cap, dtype):
+    compare(name, vocab_size, soft_cap, dtype, "cuda")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kinds = itertools.product(CONFIGS, (0.0, 20.0), (torch.float32, torch.bfloat16))
+    for place, (name, soft_cap, dtype) in enumerate(kinds):
+        compare(name, (1003, 2048, 5000)[place % 3], soft_cap, dtype, "cpu")

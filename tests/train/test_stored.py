@@ -1,0 +1,126 @@
+"""Quantised rows reach the batch as the store itself decodes them, and a run waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import EvalConfig, LossConfig, Run, StoreConfig
+from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.train import evaluate, worker
+from dflash_pipeline.train.decode import as_stored
+from dflash_pipeline.train.feed import Feed
+from dflash_pipeline.train.follow import Order
+from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.order import Position, catalog, parse_stores
+from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.stored import StoredRows
+
+CPU = torch.device("cpu")
+WIDTH = 32
+
+
+@pytest.fixture(scope="module", params=[("int8", "bf16"), ("int4", "int8"), ("bf16", "int4")])
+def store(
+    request: pytest.FixtureRequest, tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Store:
+    hidden_mode, last_mode = request.param
+    plan = tiny.make_plan(9, hidden_size=WIDTH, hidden_mode=hidden_mode, last_mode=last_mode)
+    path = tmp_path_factory.mktemp("quantised") / "hs"
+    whole = tiny.complete(plan, tiny.build(plan, path))
+    tiny.capture(plan, whole)
+    whole.seal()
+    return open_store(path)
+
+
+@pytest.mark.parametrize("layer_ids", [(1, 3, 5), (3, 5)])
+def test_a_batch_holds_what_the_store_decodes(
+    layer_ids: tuple[int, ...],
+    store: Store,
+    train_run: Callable[..., Run],
+    shape: DrafterShape,
+    place: Place,
+    tmp_path: Path,
+) -> None:
+    shape = replace(shape, layer_ids=layer_ids, hidden_size=WIDTH)
+    run = train_run(epochs=1, stores=(str(store.path),))
+    run = replace(run, loss=LossConfig(kl=1.0, position_chunk=5))
+    samples = catalog([store.table], parse_stores(run.train.stores), run.train)
+    position = Position(0, 0, 0)
+    order = Order(samples, [store], run.train, Group(place, 5.0), tmp_path / "order", position)
+    columns = [(1, 3, 5).index(layer_id) for layer_id in layer_ids]
+    num_seen = 0
+    with Feed([store], samples, order, run, shape, CPU, torch.float32, True) as feed:
+        while (draw := feed.step(lambda: False, lambda: None)) is not None:
+            for batch in feed.batches(draw):
+                parts = [store.sample(int(i)) for i in samples.sample_C[batch.samples]]
+                hidden = np.concatenate([part.hidden_TKH[:, columns] for part in parts])
+                assert np.array_equal(batch.feature_NKH[: len(hidden)].numpy(), hidden)
+                assert not batch.feature_NKH[len(hidden) :].any()
+                assert batch.teacher is not None
+                last = np.concatenate([part.last_MH for part in parts])
+                found = {row.tobytes() for row in batch.teacher.state_UH.numpy()}
+                assert found <= {row.tobytes() for row in last}
+                num_seen += len(parts)
+    assert num_seen == len(samples)
+
+
+def test_live_features_can_be_rounded_as_stored(store: Store) -> None:
+    stored = StoredRows.hidden(store, (3, 5), CPU)
+    hidden = store.calibration.hidden
+    calibrations = [hidden[1], hidden[2]] if hidden else []
+    feature_TKH = stored.decode(torch.from_numpy(np.array(store.hidden(0))), torch.float32)
+    again = as_stored(feature_TKH, store.spec.hidden_mode, calibrations)
+    # storing what was stored moves it by rounding alone
+    gap_TK = (again - feature_TKH).norm(dim=-1) / feature_TKH.norm(dim=-1)
+    assert gap_TK.max() < (0.06 if store.spec.hidden_mode == "int4" else 0.01)
+
+
+def test_as_stored_takes_the_calibration_of_the_store_or_asks_for_it(
+    store: Store, shape: DrafterShape
+) -> None:
+    shape = replace(shape, layer_ids=(3, 5), hidden_size=WIDTH)
+    run = Run(store=StoreConfig(path=str(store.path)), eval=EvalConfig(as_stored=True))
+    keywords = evaluate._rounding(run, shape).keywords  # type: ignore[attr-defined]
+    assert keywords["mode"] == store.spec.hidden_mode
+    assert len(keywords["calibrations"]) == 2 * bool(store.calibration.hidden)
+    int4: Any = replace(run, store=StoreConfig(hidden_mode="int4"))
+    with pytest.raises(UsageError, match="needs the calibration: give --store"):
+        evaluate._rounding(int4, shape)
+    with pytest.raises(UsageError, match=r"reads layers \[2\], store"):
+        evaluate._rounding(run, replace(shape, layer_ids=(1, 2)))
+
+
+def test_a_trainer_waits_for_the_calibration_and_says_so(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tiny.make_plan(3, hidden_size=WIDTH, hidden_mode="int4", last_mode="none")
+    planned = tiny.build(plan, tmp_path / "hs")
+    said: list[str] = []
+    log: Any = SimpleNamespace(say=said.append, state=said.append)
+    wish: Any = SimpleNamespace(is_asked=lambda: len(said) > 500)
+    monkeypatch.setattr(worker, "IDLE_S", 0.01)
+
+    def calibrate_later() -> None:
+        while "waiting" not in said:
+            time.sleep(0.01)
+        tiny.complete(plan, planned)
+
+    thread = threading.Thread(target=calibrate_later)
+    thread.start()
+    found = worker._await_calibration(str(planned.path), Run(), log, wish)
+    thread.join()
+    assert found.spec.is_calibrated
+    assert "has calibrated int4" in said[0]
+    assert said[1] == "waiting"

@@ -1,0 +1,233 @@
+"""Triton: logits of drafted rows -> their losses and the gradient of their logits.
+
+One program a row, two passes over the vocabulary: online statistics, then the gradient. The trap:
+a bf16 gradient is written into the memory of the fp32 logits that it is made of, value c of a row
+at byte 2 c where the logit stood at byte 4 c. A tile is therefore read by all threads before any
+thread writes, and what is written lies behind what was read.
+
+Letters: R drafted rows, P of one chunk, V vocabulary, U distinct teacher rows, F statistics.
+"""
+
+# mypy: allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dflash_pipeline.configs.schema import LossConfig
+
+# values that a program has in hand at a time, and the warps that share them
+TILE = 2048
+NUM_WARPS = 8
+
+
+@triton.jit
+def _finish(raw: tl.tensor, MULTIPLIER: tl.constexpr, SOFT_CAP: tl.constexpr) -> tl.tensor:
+    """Output scale, then c tanh(z / c)."""
+    scaled = raw * MULTIPLIER
+    if SOFT_CAP > 0:
+        # from exp(-2 |x|), which never overflows
+        shrunk = tl.exp(tl.abs(scaled) * (-2.0 / SOFT_CAP))
+        size = SOFT_CAP * (1 - shrunk) / (1 + shrunk)
+        scaled = tl.where(scaled < 0, -size, size)
+    return scaled
+
+
+@triton.jit
+def _weights(new: tl.tensor, top: tl.tensor, TEMPERATURE: tl.constexpr) -> Any:
+    """What the sum so far and a new term are multiplied by when sums are relative to the top."""
+    # one of the two is 1, so one exponential serves both
+    step = tl.exp(tl.abs(new - top) * (-1.0 / TEMPERATURE))
+    is_larger = new > top
+    return tl.where(is_larger, step, 1.0), tl.where(is_larger, 1.0, step)
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "first_teacher", "num_rows"],
+    do_not_specialize_on_alignment=["label_R", "weight_R", "index_R", "stats_FR"],
+)
+def score_kernel(
+    logits_PV: tl.tensor,
+    target_UV: tl.tensor,
+    gradient_PV: tl.tensor,
+    label_R: tl.tensor,
+    weight_R: tl.tensor,
+    index_R: tl.tensor,
+    stats_FR: tl.tensor,
+    first_row: tl.tensor,
+    first_teacher: tl.tensor,
+    num_rows: tl.tensor,
+    V: tl.constexpr,
+    GRADIENT_STRIDE: tl.constexpr,
+    CE: tl.constexpr,
+    KL: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Row first_row + `program_id(0)`; `target_UV` begins with teacher row `first_teacher`.
+
+    `stats_FR`: correct, ce, kl, entropy, overlap; F such rows of R numbers.
+
+    KL 0: neither `target_UV` nor `index_R` is read. Entropy and overlap are those at temperature 1.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    row = place + first_row
+    label = tl.load(label_R + row)
+    logit = logits_PV + place * V
+    gradient = gradient_PV + place * GRADIENT_STRIDE
+    target = target_UV
+    if KL > 0:
+        target += (tl.load(index_R + row) - first_teacher).to(tl.int64) * V
+    lane = tl.arange(0, TILE)
+    # each lane keeps its own statistics: one reduction a row instead of one a tile. Sums are of
+    # exp(z - top); `z` and `t` name drafter and target, `hot` what is at the temperature
+    top_z = tl.full((TILE,), -1.0e30, tl.float32)
+    sum_z = tl.zeros((TILE,), tl.float32)
+    mean_z = tl.zeros((TILE,), tl.float32)
+    hot_z = tl.zeros((TILE,), tl.float32)
+    likeliest = tl.zeros((TILE,), tl.int32)
+    top_t = tl.full((TILE,), -1.0e30, tl.float32)
+    sum_t = tl.zeros((TILE,), tl.float32)
+    hot_t = tl.zeros((TILE,), tl.float32)
+    mean_t = tl.zeros((TILE,), tl.float32)
+    cross = tl.zeros((TILE,), tl.float32)
+    for first in range(0, V, TILE):
+        token = first + lane
+        inside = token < V
+        z = _finish(tl.load(logit + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
+        shown_z = tl.where(inside, z, float("-inf"))
+        old, new = _weights(shown_z, top_z, 1.0)
+        sum_z = sum_z * old + new
+        mean_z = mean_z * old + new * z
+        likeliest = tl.where(shown_z > top_z, token, likeliest)
+        if KL > 0:
+            if TEMPERATURE != 1:
+                old, new = _weights(shown_z, top_z, TEMPERATURE)
+                hot_z = hot_z * old + new
+            t = _finish(tl.load(target + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
+            shown_t = tl.where(inside, t, float("-inf"))
+            old, new = _weights(shown_t, top_t, 1.0)
+            sum_t = sum_t * old + new
+            if TEMPERATURE != 1:
+                old, new = _weights(shown_t, top_t, TEMPERATURE)
+                hot_t = hot_t * old + new
+            mean_t = mean_t * old + new * t
+            cross = cross * old + new * z
+            top_t = tl.maximum(top_t, shown_t)
+        top_z = tl.maximum(top_z, shown_z)
+    largest_z = tl.max(top_z, axis=0)
+    share = tl.exp(top_z - largest_z)
+    norm_z = tl.sum(sum_z * share, axis=0)
+    log_z = largest_z + tl.log(norm_z)
+    entropy = log_z - tl.sum(mean_z * share, axis=0) / norm_z
+    at_label = _finish(tl.load(logit + label), MULTIPLIER, SOFT_CAP)
+    # the first of equals, as argmax has it
+    best = tl.min(tl.where(top_z == largest_z, likeliest, V), axis=0)
+    log_hot_z = log_z
+    log_t = 0.0
+    log_hot_t = 0.0
+    kl = 0.0
+    if KL > 0:
+        if TEMPERATURE != 1:
+            share = tl.exp((top_z - largest_z) / TEMPERATURE)
+            norm_z = tl.sum(hot_z * share, axis=0)
+            log_hot_z = largest_z / TEMPERATURE + tl.log(norm_z)
+        largest_t = tl.max(top_t, axis=0)
+        share = tl.exp(top_t - largest_t)
+        norm_t = tl.sum(sum_t * share, axis=0)
+        log_t = largest_t + tl.log(norm_t)
+        log_hot_t = log_t
+        if TEMPERATURE != 1:
+            share = tl.exp((top_t - largest_t) / TEMPERATURE)
+            norm_t = tl.sum(hot_t * share, axis=0)
+            log_hot_t = largest_t / TEMPERATURE + tl.log(norm_t)
+        # sum of p (log p - log q), with p and q at the temperature
+        gap = tl.sum((mean_t - cross) * share, axis=0) / norm_t
+        kl = gap / TEMPERATURE - log_hot_t + log_hot_z
+    weight = tl.load(weight_R + row)
+    overlap = tl.zeros((TILE,), tl.float32)
+    for first in range(0, V, TILE):
+        token = first + lane
+        inside = token < V
+        z = _finish(tl.load(logit + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
+        q = tl.exp(z - log_z)
+        slope = CE * (q - tl.where(token == label, 1.0, 0.0))
+        if KL > 0:
+            t = _finish(tl.load(target + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
+            p = tl.exp(t - log_t)
+            overlap += tl.where(inside, tl.minimum(p, q), 0.0)
+            if TEMPERATURE != 1:
+                q = tl.exp(z / TEMPERATURE - log_hot_z)
+                p = tl.exp(t / TEMPERATURE - log_hot_t)
+            slope += (KL * TEMPERATURE) * (q - p)
+        if SOFT_CAP > 0:
+            slope *= 1 - (z / SOFT_CAP) * (z / SOFT_CAP)
+        slope *= weight * MULTIPLIER
+        tl.debug_barrier()
+        tl.store(gradient + token, slope.to(gradient.dtype.element_ty), mask=inside)
+    stats = stats_FR + row
+    tl.store(stats, tl.where(best == label, 1.0, 0.0))
+    tl.store(stats + num_rows, log_z - at_label)
+    tl.store(stats + 2 * num_rows, kl)
+    tl.store(stats + 3 * num_rows, entropy)
+    tl.store(stats + 4 * num_rows, tl.sum(overlap, axis=0))
+
+
+def gradient_place(logits_PV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[P, V] in `dtype` inside the memory of the fp32 logits: each row in the front of its own."""
+    return logits_PV.view(dtype)[:, : logits_PV.shape[1]]
+
+
+def score_rows(
+    logits_PV: torch.Tensor,
+    target_UV: torch.Tensor | None,
+    gradient_PV: torch.Tensor,
+    label_R: torch.Tensor,
+    weight_R: torch.Tensor,
+    index_R: torch.Tensor | None,
+    stats_FR: torch.Tensor,
+    first_row: int,
+    first_teacher: int,
+    constants: dict[str, Any],
+) -> None:
+    """Score rows first_row ... first_row + P - 1 on the current stream.
+
+    Logits are raw (neither scaled nor capped), fp32 and contiguous, and lost; `gradient_PV` may be
+    `gradient_place(logits_PV, ...)`. Writes the rows' columns of `stats_FR` [F, R].
+    """
+    score_kernel[(len(logits_PV),)](
+        logits_PV,
+        logits_PV if target_UV is None else target_UV,
+        gradient_PV,
+        label_R,
+        weight_R,
+        label_R if index_R is None else index_R,
+        stats_FR,
+        first_row,
+        first_teacher,
+        stats_FR.shape[1],
+        GRADIENT_STRIDE=gradient_PV.stride(0),
+        **constants,
+        num_warps=NUM_WARPS,
+    )
+
+
+def score_constants(
+    vocab_size: int, config: LossConfig, multiplier: float, soft_cap: float, has_teacher: bool
+) -> dict[str, Any]:
+    """The kernel's compile-time arguments but the stride: fixed for a run."""
+    return {
+        "V": vocab_size,
+        "CE": float(config.ce),
+        "KL": float(config.kl) if has_teacher else 0.0,
+        "TEMPERATURE": float(config.temperature),
+        "MULTIPLIER": float(multiplier),
+        "SOFT_CAP": float(soft_cap),
+        "TILE": TILE,
+    }
