@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dflash_pipeline.capture import calibrating, worker
 from dflash_pipeline.capture.calibrating import chosen_samples
@@ -55,7 +56,7 @@ def _run(target_dir: Path, path: Path, hidden_mode: str, last_mode: str, **chang
     )
 
 
-def _plan(run: Run) -> None:
+def _plan(run: Run, kind: str = "cpu") -> None:
     lengths = np.random.default_rng(0).integers(8, 60, NUM_SAMPLES)
     conversations = [
         Conversation(
@@ -74,7 +75,7 @@ def _plan(run: Run) -> None:
         for row, length in enumerate(lengths)
     ]
     dropped = Dropped(num_rows=NUM_SAMPLES)
-    build_store(run, resolve(run.target), "cpu", conversations, dropped, "", 1, lambda _text: None)
+    build_store(run, resolve(run.target), kind, conversations, dropped, "", 1, lambda _text: None)
 
 
 def _place(run: Run) -> Place:
@@ -133,6 +134,27 @@ def test_a_quantised_capture_is_whole_and_near_to_what_the_target_gave(
     check_same(store, run, files, "cpu", "")
     with pytest.raises(UsageError, match="hidden_mode: "):
         check_same(store, replace(run, store=plain.store), files, "cpu", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("hidden_mode", "last_mode"), [("int8", "int4"), ("int4", "int8")])
+def test_a_quantised_capture_on_a_gpu_passes_gate_and_verify(
+    hidden_mode: str,
+    last_mode: str,
+    make_target_dir: Callable[..., Path],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DFLASH_POISON", "1")
+    directory = make_target_dir("qwen3", initializer_range=0.1)
+    run = _run(directory, folder / "hs", hidden_mode, last_mode, force=True)
+    _plan(run, "cuda")
+    worker.main(run, replace(_place(run), device="cuda:0", kind="cuda"), {})
+    store = open_store(run.store.path)
+    assert store.is_sealed
+    assert store.readable_N.all()
+    assert verify(store.path, deep=True).problems == []
 
 
 def test_a_mode_that_errs_too_much_stops_the_capture_and_another_is_offered(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
+from dflash_pipeline.store.calibration import calibrate
 from dflash_pipeline.store.rows import decode, encode, row_bytes
 
 
@@ -35,3 +36,19 @@ def test_float32_and_its_bits_encode_alike() -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="update dflash-pipeline"):
         row_bytes("int2", 8)
+
+
+def test_each_layer_is_stored_by_its_own_calibration() -> None:
+    values_NKH = np.random.default_rng(0).standard_normal((40, 3, 32), np.float32)
+    values_NKH *= np.array([1, 10, 100], np.float32)[:, None]
+    calibrations = [one for one in calibrate(values_NKH, None, "int4", "none") if one]
+    rows_NKR = encode(values_NKH, "int4", calibrations)
+    assert rows_NKR.shape == (40, 3, row_bytes("int4", 32))
+    found_NKH = decode(rows_NKR, "int4", calibrations)
+    for layer, one in enumerate(calibrations):
+        alone_NH = decode(rows_NKR[:, layer], "int4", [one])
+        assert (alone_NH == found_NKH[:, layer]).all()
+    with pytest.raises(ValueError, match="need the calibration"):
+        decode(rows_NKR, "int4")
+    with pytest.raises(ValueError, match="for 2 calibrated layers"):
+        decode(rows_NKR, "int4", calibrations[:2])

@@ -46,6 +46,8 @@ def test_differences_name_each_field(tiny: ModuleType) -> None:
         ("hidden_size", 1 << 40, "hidden_size"),
         ("hidden_size", True, "must be int"),
         ("max_len", "200", "must be int"),
+        ("hidden_mode", "int4", "hidden_size 8 is not a multiple of 16: store its rows as bf16"),
+        ("calibration_hash", "0", "although all rows are bf16"),
     ],
 )
 def test_absurd_identities_are_refused(
@@ -53,6 +55,15 @@ def test_absurd_identities_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         StoreSpec.from_dict(tiny.make_spec().to_dict() | {field: value})
+
+
+def test_an_identity_is_complete_once_it_is_calibrated(tiny: ModuleType) -> None:
+    assert tiny.make_spec().is_calibrated
+    for modes in ({"hidden_mode": "int4"}, {"last_mode": "int8"}):
+        spec = tiny.make_spec(hidden_size=16, **modes)
+        assert spec.is_quantised
+        assert not spec.is_calibrated
+        assert dataclasses.replace(spec, calibration_hash="0").is_calibrated
 
 
 def test_unknown_and_missing_fields_are_refused(tiny: ModuleType) -> None:

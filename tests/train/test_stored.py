@@ -28,6 +28,13 @@ from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.stored import StoredRows
 
 CPU = torch.device("cpu")
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
 WIDTH = 32
 
 
@@ -44,8 +51,10 @@ def store(
     return open_store(path)
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("layer_ids", [(1, 3, 5), (3, 5)])
 def test_a_batch_holds_what_the_store_decodes(
+    device: str,
     layer_ids: tuple[int, ...],
     store: Store,
     train_run: Callable[..., Run],
@@ -61,16 +70,18 @@ def test_a_batch_holds_what_the_store_decodes(
     order = Order(samples, [store], run.train, Group(place, 5.0), tmp_path / "order", position)
     columns = [(1, 3, 5).index(layer_id) for layer_id in layer_ids]
     num_seen = 0
-    with Feed([store], samples, order, run, shape, CPU, torch.float32, True) as feed:
+    arguments = (run, shape, torch.device(device), torch.float32, True)
+    with Feed([store], samples, order, *arguments) as feed:
         while (draw := feed.step(lambda: False, lambda: None)) is not None:
             for batch in feed.batches(draw):
                 parts = [store.sample(int(i)) for i in samples.sample_C[batch.samples]]
                 hidden = np.concatenate([part.hidden_TKH[:, columns] for part in parts])
-                assert np.array_equal(batch.feature_NKH[: len(hidden)].numpy(), hidden)
-                assert not batch.feature_NKH[len(hidden) :].any()
+                features = batch.feature_NKH.cpu().numpy()
+                assert np.array_equal(features[: len(hidden)], hidden)
+                assert not features[len(hidden) :].any()
                 assert batch.teacher is not None
                 last = np.concatenate([part.last_MH for part in parts])
-                found = {row.tobytes() for row in batch.teacher.state_UH.numpy()}
+                found = {row.tobytes() for row in batch.teacher.state_UH.cpu().numpy()}
                 assert found <= {row.tobytes() for row in last}
                 num_seen += len(parts)
     assert num_seen == len(samples)
