@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -24,7 +23,7 @@ from dflash_pipeline.capture import sources
 from dflash_pipeline.configs import child, gpus, inputs, status, torchrun
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
-from dflash_pipeline.configs.launch import Place, launch
+from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import to_toml
 from dflash_pipeline.configs.options import (
     DATA,
@@ -36,8 +35,10 @@ from dflash_pipeline.configs.options import (
     placed,
     resolve,
 )
+from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.screen import duration, progress_line
+from dflash_pipeline.configs.shares import parse_stores
 
 ONE_CPU = Devices("cpu", (0,))
 
@@ -168,7 +169,7 @@ def train(
     run = resolve(context, config, sets)
     stores = run.train.stores or (run.store.path,)
     _need(stores[0], "--store DIR", "train.stores")
-    paths = [Path(re.sub(r":[0-9.]+$", "", one)) for one in stores]
+    paths = [Path(one.path) for one in parse_stores(stores)]
     for path in paths:
         _await_plan(path, run.train.follow)
     if not run.train.out:
@@ -213,7 +214,7 @@ def evaluate(
     if not Path(drafter).is_dir():
         raise UsageError(f"--drafter {drafter}: there is no such run, step or checkpoint directory")
     if run.eval.prompts:
-        inputs.check_target(run.target.id)
+        inputs.check_target(_need(run.target.id, "--target MODEL", "target.id"))
         sources.check(run.eval.prompts)
     elif run.store.path:
         _check_store(run.store.path)
@@ -276,7 +277,8 @@ def inspect(path: str, as_json: bool) -> int:
     """Describe a store; never fails on its data."""
     _check_store(path)
     extra = {"path": path, "json": as_json}
-    return _look("dflash_pipeline.store.describe:main", "inspect", extra, f"dflash verify {path}")
+    following = f"dflash verify {shlex.quote(path)}"
+    return _look("dflash_pipeline.store.describe:main", "inspect", extra, following)
 
 
 @dflash.command()
@@ -287,7 +289,8 @@ def verify(path: str, deep: bool, as_json: bool) -> int:
     """Check a store; exit code 1 and a line for each fault where it is not whole."""
     _check_store(path)
     extra = {"path": path, "deep": deep, "json": as_json}
-    following = f"dflash train --store {path}" if deep else f"dflash verify --deep {path}"
+    name = shlex.quote(path)
+    following = f"dflash train --store {name}" if deep else f"dflash verify --deep {name}"
     return _look("dflash_pipeline.store.check:main", "verify", extra, following)
 
 
@@ -304,7 +307,7 @@ def show_status(directory: str, as_json: bool) -> int:
         click.echo(json.dumps(listed, indent=1))
         return 0
     for one in found:
-        is_lost = one.state in ("starting", "running", "waiting") and not one.is_alive
+        is_lost = one.state in status.ACTIVE and not one.is_alive
         state = f"dead, was {one.state}" if is_lost else one.state
         age = duration(max(0.0, time.time() - one.time))
         click.echo(f"{one.stage}-{one.rank}  {state}  {one.host}:{one.pid}  {age} ago")
@@ -348,7 +351,7 @@ def demo(context: click.Context, target: str, out: str, gpus: str, share_gpu: bo
     entry = "dflash_pipeline.capture.demo:main"
     Path(out).mkdir(parents=True, exist_ok=True)
     code = launch(entry, run, ONE_CPU, "demo", f"{out}/logs", extra, sees_gpus=True)
-    return _end(code, f"dflash inspect {out}/store", _this_line())
+    return _end(code, f"dflash inspect {shlex.quote(out)}/store", _this_line())
 
 
 def _check_store(path: str) -> None:

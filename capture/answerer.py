@@ -50,7 +50,7 @@ class Answerer:
         self._model = Target.load(files, (), place.device, dtype).model
         self._ends = end_ids(files, target)
         self._device = place.device
-        self._num_positions = int(files.text_config.get("max_position_embeddings") or 1 << 31)
+        self._num_positions = num_positions(files)
         self._max_len = min(max_len, self._num_positions)
         self.batch_size = config.batch_size
 
@@ -135,6 +135,11 @@ class Answerer:
             logits_processor=_processors(self._config, seeds),
         )
         return [_cut(row, self._ends) for row in found_BT[:, longest:].tolist()]
+
+
+def num_positions(files: TargetFiles) -> int:
+    """Positions that the target was made for."""
+    return int(files.text_config.get("max_position_embeddings") or 1 << 31)
 
 
 def end_ids(files: TargetFiles, config: TargetConfig) -> frozenset[int]:

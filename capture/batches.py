@@ -1,8 +1,8 @@
 """Lengths -> buckets, batches and shards: a pure function of the lengths and a few numbers.
 
-Inside a bucket samples are sorted by length and cut into batches, so a batch pads little; batches
-are then spread over the shards, so that any first shards are even in length. Nothing here depends
-on how many GPUs capture (decision 14). Letters: M samples.
+A batch takes samples of one bucket that are next to each other in length, so it pads little; the
+batches are then spread over the shards, so that any first shards are even in length. Nothing here
+depends on how many GPUs capture. Letters: M samples.
 """
 
 from __future__ import annotations

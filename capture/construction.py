@@ -15,6 +15,7 @@ from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.spool import Spool, fill
 from dflash_pipeline.capture.template import template_arguments_text
 from dflash_pipeline.configs.load import to_dict
+from dflash_pipeline.configs.place import dtype_name
 from dflash_pipeline.configs.schema import CaptureConfig, Run
 from dflash_pipeline.store.build import StoreBuilder
 from dflash_pipeline.store.reader import Store
@@ -38,14 +39,11 @@ class Arranged:
 
 def store_spec(run: Run, files: TargetFiles, kind: str, weight_hash: str) -> StoreSpec:
     """The identity of the store that this run asks for; `kind` is cuda or cpu."""
-    dtype = run.target.dtype
-    if dtype == "auto":
-        dtype = "bf16" if kind == "cuda" else "fp32"
     return StoreSpec(
         format=FORMAT,
         target_id=Path(files.name).name,
         target_hash=weight_hash,
-        target_dtype=dtype,
+        target_dtype=dtype_name(run.target.dtype, kind),
         quantisation=files.quantisation,
         layer_ids=files.layer_ids(run.target),
         num_target_layers=files.num_layers,

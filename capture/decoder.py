@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from dflash_pipeline.capture import samples, template
-from dflash_pipeline.capture.answerer import end_ids
+from dflash_pipeline.capture.answerer import TOO_LONG, end_ids, num_positions
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Dropped
 from dflash_pipeline.capture.target import Target, compute_dtype
@@ -111,7 +111,6 @@ class EvalTarget:
     num_layers: int
     dtype: torch.dtype
     device: torch.device
-    raw_config: dict[str, Any]
 
 
 def open_target(run: Run, place: Place, layer_ids: Sequence[int]) -> EvalTarget:
@@ -144,7 +143,6 @@ def open_target(run: Run, place: Place, layer_ids: Sequence[int]) -> EvalTarget:
         num_layers=files.num_layers,
         dtype=dtype,
         device=target.device,
-        raw_config=files.raw_config,
     )
 
 
@@ -161,6 +159,8 @@ def check_cuttable(target: Target) -> None:
 
 
 def _prompts(run: Run, files: TargetFiles, dropped: Dropped) -> Iterator[Prompt]:
+    """Raises ValueError after the last row when too many were unusable."""
+    max_len = min(run.data.max_len, num_positions(files))
     for conversation in samples.read(run.eval.prompts, 0, dropped):
         where = samples.place(run.eval.prompts[conversation.source], conversation.row)
         messages = conversation.prompt_messages()
@@ -172,7 +172,11 @@ def _prompts(run: Run, files: TargetFiles, dropped: Dropped) -> Iterator[Prompt]
         except template.RenderError as error:
             dropped.add(str(error), where)
             continue
+        if len(ids) >= max_len:
+            dropped.add(TOO_LONG, where, is_bad=False)
+            continue
         yield Prompt(key=conversation.key, domain=conversation.domain, ids=tuple(ids))
+    dropped.check(run.data.max_bad_share)
 
 
 def _limited(prompts: Iterator[Prompt], limit: int) -> Iterator[Prompt]:

@@ -3,9 +3,9 @@
 Each sample is computed again alone, without padding, through the whole causal language model and
 its own `output_hidden_states` - another path than the hooks'. Rows read back from the shard file
 must agree with it within the noise of the compute type and what int8 or int4 makes of these very
-rows, and each fault that has bitten other
-pipelines (a layer off by one, rows off by one, the norm missing or done twice), made on purpose,
-must not. A fault that provably changes nothing for this target is reported as not applicable.
+rows, and each fault that has bitten other pipelines (a layer off by one, rows off by one, the norm
+missing or done twice), made on purpose, must not. A fault that provably changes nothing for this
+target is reported as not applicable.
 Letters: T tokens, M rows of `last`, K layers, H hidden, V vocabulary.
 """
 

@@ -28,20 +28,6 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # a special token that never occurs in text: every row of the embedding is a token there
 SMOLLM2_MASK_TOKEN = "<empty_output>"
 
-STRING, ARRAY = 8, 9
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
 CONTROL_TOKEN = 3
 
 BLOCK_NAMES = {

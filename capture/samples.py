@@ -6,13 +6,13 @@ few with their place, and `Dropped.check` fails the run when the share of such r
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dflash_pipeline.capture import sources
+from dflash_pipeline.store import table
 
 Message = dict[str, str]
 
@@ -146,7 +146,7 @@ def place(file: str, row: int) -> str:
 
 def hash64(text: str) -> int:
     """64-bit hash of a text, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return table.hash64(text.encode())
 
 
 def _conversation(values: Mapping[str, Any], source: int, number: int, name: str) -> Conversation:

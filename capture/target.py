@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from dflash_pipeline.capture import weights
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import dtype_name
 
 # not annotated by transformers
 _loader: Any = AutoModelForCausalLM
@@ -28,10 +29,8 @@ NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm
 
 
 def compute_dtype(name: str, kind: str) -> torch.dtype:
-    """`target.dtype` as a type; auto: bf16 on CUDA, fp32 on a CPU."""
-    if name == "auto":
-        name = "bf16" if kind == "cuda" else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    """`target.dtype` as a type."""
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name(name, kind)]
 
 
 class Target:

@@ -1,10 +1,10 @@
 """Conversations as the target's chat template renders them: token ids and which are supervised.
 
 Supervised are the assistant's tokens of the *whole* rendered conversation, the token that ends a
-turn included (decision 21). Templates rewrite history (Qwen3 drops the reasoning of earlier
-turns), so a turn is looked for in the rendered whole and its place is proven: the text before it
-is what the target is given at generation time, its tokens are a prefix of the whole's tokens, and
-the text up to the end token closes with the turn's own answer. What cannot be proven is refused.
+turn included. Templates rewrite history (Qwen3 drops the reasoning of earlier turns), so a turn is
+looked for in the rendered whole and its place is proven: the text before it is what the target is
+given at generation time, its tokens are a prefix of the whole's tokens, and the text up to the end
+token closes with the turn's own answer. What cannot be proven is refused.
 """
 
 from __future__ import annotations

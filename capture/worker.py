@@ -7,7 +7,6 @@ Letters: L = K captured layers, then `last` where it is stored.
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target, compute_dtype
 from dflash_pipeline.capture.warmup import largest_batch, planned_shapes, warm_up
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import CaptureConfig, Run
 from dflash_pipeline.store.build import plan_lock
 from dflash_pipeline.store.lease import Lease, Leases
@@ -83,11 +82,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
 def prepare_torch(place: Place) -> None:
     """Settings that must stand before CUDA starts."""
     torch.set_num_threads(place.threads)
-    # batches differ in shape: without it freed blocks of one shape are of no use to the next.
-    # The variable was renamed in torch 2.10
-    is_old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10)
-    name = "PYTORCH_CUDA_ALLOC_CONF" if is_old else "PYTORCH_ALLOC_CONF"
-    os.environ.setdefault(name, "expandable_segments:True")
+    let_memory_grow(torch.__version__)
 
 
 def load_target(run: Run, place: Place, store: Store) -> Target:
@@ -132,7 +127,7 @@ def capture(store: Store, target: Target, config: CaptureConfig, log: Voice, sto
                 target.device,
                 num_slots=config.device_buffers,
                 num_buffers=config.host_buffers,
-                poison=os.environ.get("DFLASH_POISON") == "1",
+                poison=is_poisoned(),
             ) as offload,
             StoreWriter(store, leases, depth=config.host_buffers) as writer,
         ):

@@ -29,8 +29,6 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.screen import Screen
 from dflash_pipeline.configs.status import forget_ended, log_path
 
-__all__ = ["Place", "launch", "place_of"]
-
 GRACE_S = 30.0
 _CHILD = "from dflash_pipeline.configs.child import main; main()"
 

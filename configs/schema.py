@@ -159,7 +159,7 @@ class CaptureConfig:
     num_buckets: int = 6
     """Length buckets, chosen from the data."""
     pad_multiple: int = 64
-    """A batch is padded to its longest row, rounded up to this many tokens."""
+    """A batch's padded length is that of its longest sample, rounded up to this many tokens."""
     gate_samples: int = 4
     """Samples per bucket group that the gate recomputes one by one before the first commit."""
     max_bad_share: float = 0.01
@@ -249,7 +249,7 @@ class LossConfig:
     temperature: float = 1.0
     """Temperature of both distributions in the KL term."""
     gamma: float = 7.0
-    """Slots until a slot's weight has fallen to 1/e (7, 5, 4 for blocks of 16, 10, 8)."""
+    """Each slot weighs exp(-1/gamma) of the one before (7, 5, 4 for blocks of 16, 10, 8)."""
     position_chunk: int = 1920
     """Drafted positions whose logits exist at the same time (4 bytes x vocabulary each)."""
 
@@ -296,7 +296,10 @@ class OptimConfig:
         _need(self.clip >= 0, "optim.clip must be at least 0")
         _need(0 <= self.warmup < 1, "optim.warmup must be in [0, 1)")
         _need(0 < self.decay <= 1, "optim.decay must be in (0, 1]")
-        _need(self.warmup + self.decay <= 1, "optim.warmup + optim.decay must not exceed 1")
+        _need(
+            self.schedule != "wsd" or self.warmup + self.decay <= 1,
+            "optim.warmup + optim.decay must not exceed 1 with optim.schedule = wsd",
+        )
         _need(0 <= self.min_lr_share <= 1, "optim.min_lr_share must be in [0, 1]")
 
 

@@ -10,7 +10,8 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-STATES = ("starting", "running", "waiting", "done", "failed", "stopped")
+# the states of a process that has not ended; then: done, failed, stopped
+ACTIVE = ("starting", "running", "waiting")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class Status:
     @property
     def is_alive(self) -> bool:
         """The process runs on this host. For another host: it wrote within the last minute."""
-        if self.state not in ("starting", "running", "waiting"):
+        if self.state not in ACTIVE:
             return False
         if self.host != socket.gethostname():
             return time.time() - self.time < 60

@@ -283,9 +283,5 @@ def _sync_tree(directory: Path) -> None:
         for name in names:
             if (Path(parent) / name).is_symlink():
                 continue
-            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        durable.sync_directory(Path(parent))
+            durable.sync(Path(parent) / name)
+        durable.sync(Path(parent))

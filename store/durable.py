@@ -38,9 +38,9 @@ def is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(".tmp")
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Make a file's bytes, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -55,7 +55,7 @@ def make_directories(directory: Path) -> None:
         directory = directory.parent
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
 def write_all(descriptor: int, data: Any, offset: int) -> None:
@@ -81,7 +81,7 @@ def read_all(descriptor: int, buffer: Any, offset: int) -> int:
 def rename(source: Path, target: Path) -> None:
     """Rename and make the new name durable."""
     os.rename(source, target)
-    sync_directory(target.parent)
+    sync(target.parent)
 
 
 def write_aside(path: Path, data: Any) -> Path:
@@ -159,7 +159,7 @@ def locked(path: Path, byte: int, *, wait_s: float) -> Iterator[bool]:
 
 
 def check_file_system(directory: Path) -> None:
-    """Refuse a file system without working locks, rename, symlinks and fsync (decision 19)."""
+    """Refuse a file system without working locks, rename, symlinks and fsync."""
     try:
         make_directories(directory)
     except OSError as error:

@@ -13,14 +13,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_pipeline.configs.launch import Place
-from dflash_pipeline.configs.screen import progress_line
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.screen import PLAIN_EVERY_S, progress_line
 from dflash_pipeline.configs.status import log_path, new_status, write_status
 
 # once a second on screen and disk is as often as anyone looks; a step may take a millisecond
 PROGRESS_EVERY_S = 1.0
-# lines that nobody rewrites pile up
-PLAIN_EVERY_S = 10.0
 
 
 class RunLog:

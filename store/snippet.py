@@ -14,7 +14,7 @@ first = column("start", "<i8") - s * about["layout"]["rows_per_shard"]
 bits = np.memmap(f"{{path}}/b{{b}}/hidden/c/{{s}}/0/0", "<u2", "r", 0, (first + T, K, H))[first:]
 hidden_TKH = (bits.astype("<u4") << 16).view("<f4")
 """
-"""Reads a bf16 store with numpy alone (decision 20)."""
+"""Reads a bf16 store with numpy alone."""
 
 QUANTISED_DECODER = """\
 import base64, json, numpy as np

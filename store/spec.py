@@ -79,7 +79,7 @@ def to_dict(record: Any) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreSpec:
-    """Identity: two stores may be trained together if and only if these are equal (decision 11)."""
+    """Identity: two stores may be trained together if and only if these are equal."""
 
     format: int
     """Version of the on-disk format."""
@@ -210,7 +210,7 @@ class Layout:
     token_budget: int
     """Tokens of a padded batch, at most."""
     pad_multiple: int
-    """A batch is padded to its longest row rounded up to this."""
+    """The padded length of a batch is a multiple of this many tokens."""
     bucket_bounds: tuple[int, ...]
     """Longest sample of each bucket, in tokens, ascending."""
     num_shards: tuple[int, ...]

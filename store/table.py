@@ -51,8 +51,7 @@ def hash64(data: bytes) -> int:
 def claim_order(num_shards: Sequence[int]) -> list[ShardId]:
     """All shards, buckets interleaved so that each prefix holds about the same share of each.
 
-    Shard s of n stands at (s + 1/2) / n; hence any committed prefix is an unbiased sample of
-    lengths (decision 14).
+    Shard s of n stands at (s + 1/2) / n, so whatever is committed first is even in length.
     """
     ids = [ShardId(b, s) for b, n in enumerate(num_shards) for s in range(n)]
     return sorted(ids, key=lambda id: ((id.shard + 0.5) / num_shards[id.bucket], id.bucket))

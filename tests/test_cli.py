@@ -215,7 +215,9 @@ def test_flags_turn_fields_on_and_off(type_line: Callable[..., Ended]) -> None:
 
 
 def test_eval_joins_the_targets_side_with_the_drafters(type_line: Callable[..., Ended]) -> None:
-    ended = type_line("dflash eval --gpus cpu --drafter x --prompts b.jsonl --json r.json")
+    ended = type_line(
+        "dflash eval --gpus cpu --drafter x --target toy --prompts b.jsonl --json r.json"
+    )
     assert ended.code == 0, ended.err
     (call,) = ended.calls
     assert call["entry"] == "train.evaluate"
@@ -277,7 +279,11 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         (f"dflash capture {TOY} --store s --data no.jsonl", "data file no.jsonl does not exist"),
         (f"dflash generate {TOY} --out o --data x", "data file x does not exist or is not a file"),
         (f"dflash generate {TOY} --out o --data full/run.json", "expected .jsonl, .jsonl.gz or"),
-        ("dflash eval --gpus cpu --drafter x --prompts no.jsonl", "data file no.jsonl does not"),
+        (
+            "dflash eval --gpus cpu --drafter x --target toy --prompts no.jsonl",
+            "data file no.jsonl does not",
+        ),
+        ("dflash eval --gpus cpu --drafter x --prompts b.jsonl", "target.id is: give --target"),
         ("dflash eval --gpus cpu --drafter no", "--drafter no: there is no such run, step or"),
         ("dflash eval --gpus cpu --drafter x --store no", "there is no store no"),
         ("dflash capture --gpus cpu --target ./no --data a.jsonl --store s", "no such directory"),
@@ -305,6 +311,7 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash train --gpus cpu", "what train.stores is: give --store DIR"),
         ("dflash train --store nowhere", "there is no store nowhere: write it with dflash capture"),
         ("dflash train --store nowhere:0.5", "there is no store nowhere: write it"),
+        ("dflash train --store x:1.5", "'x:1.5': a share must be in (0, 1]"),
         ("dflash train --store x --resume", "--resume: name the run directory with --out DIR"),
         ("dflash train --store x --out no --resume", "there is no run directory no"),
         ("dflash train --store x --out full", "full is not empty: go on with it by --resume"),

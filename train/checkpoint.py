@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch import Tensor
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import differences, from_dict, to_dict
 from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.shares import parse_stores
+from dflash_pipeline.store import durable
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.export import write_zlab
 from dflash_pipeline.train.order import Position
@@ -99,7 +102,8 @@ def _description(run: Run, stores: Sequence[Store]) -> dict[str, Any]:
     return {
         "run": to_dict(run),
         "stores": _store_records(run, stores),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("dflash-pipeline", "torch", "numpy")},
     }
 
 
@@ -108,23 +112,24 @@ def _store_records(run: Run, stores: Sequence[Store]) -> list[dict[str, Any]]:
     return [
         {
             "name": text,
+            "share": share.share,
             "plan_hash": store.plan_hash,
             "identity": store.spec.to_dict(),
         }
-        for text, store in zip(texts, stores, strict=True)
+        for text, share, store in zip(texts, parse_stores(texts), stores, strict=True)
     ]
 
 
 def _store_changes(
     before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """A store may have moved; its plan and identity may not have changed."""
+    """A store may have moved; its plan, identity and share may not have changed."""
     if len(before) != len(now):
         return [f"number of stores: {len(before)}, now {len(now)}"]
     return [
         f"store {index} ({then['name']}): another {what} at {here['name']}"
         for index, (then, here) in enumerate(zip(before, now, strict=True))
-        for what in ("plan_hash", "identity")
+        for what in ("share", "plan_hash", "identity")
         if json.dumps(then[what], sort_keys=True) != json.dumps(here[what], sort_keys=True)
     ]
 
@@ -153,7 +158,7 @@ def save(
     save_file(tensors, folder / "state.safetensors")
     _write_json(folder / "state.json", asdict(progress))
     for path in (folder / "state.safetensors", folder, aside):
-        _sync(path)
+        durable.sync(path)
     if final.exists():
         # the same step again, after a resume from an earlier one
         old = out / f".{final.name}.old"
@@ -163,7 +168,7 @@ def save(
         shutil.rmtree(old)
     else:
         aside.rename(final)
-    _sync(out)
+    durable.sync(out)
     point(out, "last", final)
     return final
 
@@ -208,7 +213,7 @@ def point(out: Path, name: str, to: Path) -> None:
     aside.unlink(missing_ok=True)
     aside.symlink_to(to.name)
     os.replace(aside, out / name)
-    _sync(out)
+    durable.sync(out)
 
 
 def trim_metrics(path: Path, step: int) -> None:
@@ -228,17 +233,4 @@ def trim_metrics(path: Path, step: int) -> None:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w") as file:
-        json.dump(content, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    durable.write_durably(path, json.dumps(content, indent=2).encode())

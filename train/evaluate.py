@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.place import Place, dtype_name
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import Store, open_store
 from dflash_pipeline.store.runlog import RunLog
@@ -195,9 +195,8 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
             f"store {run.store.path} has no held-out sample that is captured: set data.heldout at "
             "capture, or give --prompts"
         )
-    dtype = torch.float32
-    if place.kind == "cuda" and run.target.dtype != "fp32":
-        dtype = torch.bfloat16
+    is_bf16 = dtype_name(run.target.dtype, place.kind) == "bf16"
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
     head = TargetHead.from_store(store, shape, place.device, dtype)
     trained, untrained = drafters(checkpoint, run.train.seed, place.device, dtype)
     cut, ngram = run.eval.max_new_tokens, run.eval.lookup_ngram

@@ -7,7 +7,6 @@ shapes is asserted on both ways. Only safetensors is read.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.store import open_store
+from dflash_pipeline.store import durable, open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import layout
 from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
@@ -201,12 +200,12 @@ def _write(
         (aside / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
         save_file(dict(tensors), aside / _WEIGHTS, metadata={"format": "pt"})
         for file in (aside / "config.json", aside / _WEIGHTS, aside):
-            _sync(file)
+            durable.sync(file)
         if (again := read_checkpoint(aside).shape) != shape:
             raise ValueError(f"{path} reads back as {again}, expected {shape}")
         _compare(aside, tensors)
         aside.rename(path)
-        _sync(path.parent)
+        durable.sync(path.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -217,14 +216,6 @@ def _compare(directory: Path, written: Mapping[str, torch.Tensor]) -> None:
         one, other = tensor.contiguous().view(torch.uint8), written[name].view(torch.uint8)
         if tensor.dtype != written[name].dtype or not torch.equal(one, other):
             raise ValueError(f"{name} came back from the disk changed: is the disk sound?")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checkpoint_directory(path: Path) -> Path:

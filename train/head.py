@@ -1,4 +1,4 @@
-"""The target's frozen embedding and head, read from the store: training needs no target.
+"""What training keeps of the target: its frozen embedding and head, out of the store.
 
 Shape letters: V vocabulary, H hidden, N rows.
 """

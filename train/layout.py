@@ -158,7 +158,7 @@ def split(tensors: Mapping[str, torch.Tensor], shape: DrafterShape) -> dict[str,
 
 def zlab_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of each tensor of the z-lab layout."""
-    rest = {name: size for name, size in tensor_shapes(shape).items() if name[:3] != "fc."}
+    rest = {name: size for name, size in tensor_shapes(shape).items() if not name.startswith("fc.")}
     return {"fc.weight": (shape.hidden_size, shape.num_features * shape.hidden_size)} | rest
 
 

@@ -41,7 +41,7 @@ class Summary:
 
 
 class Metrics:
-    """Sums since the last `take`. Nothing here waits for the device."""
+    """Sums since the last `clear`. Nothing here waits for the device."""
 
     def __init__(self, block_size: int, device: torch.device | str) -> None:
         self._block_size = block_size

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import TrainConfig
+from dflash_pipeline.configs.shares import StoreShare
 from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.table import TRAIN, SampleTable
 from dflash_pipeline.train.hashing import hashed
@@ -26,31 +27,6 @@ Ints = npt.NDArray[np.int64]
 # batches that are filled at the same time: enough to pair long samples with short ones
 _OPEN_BATCHES = 8
 _SHARE_SALT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class StoreShare:
-    """One entry of `train.stores`."""
-
-    path: str
-    share: float
-    """Part of the store's samples that an epoch draws."""
-
-
-def parse_stores(stores: Sequence[str]) -> list[StoreShare]:
-    """`PATH` or `PATH:SHARE`, the share in (0, 1]. UsageError for another share."""
-    parsed = []
-    for text in stores:
-        path, colon, share_text = text.rpartition(":")
-        try:
-            share = float(share_text) if colon else 1.0
-        except ValueError:
-            # a colon that belongs to the path
-            path, share = text, 1.0
-        if not 0 < share <= 1:
-            raise UsageError(f"train.stores holds {text!r}: a share must be in (0, 1]")
-        parsed.append(StoreShare(path if colon and path else text, share))
-    return parsed
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_pipeline.store import durable
 from dflash_pipeline.train.decode import Tally
 
 ALL = "all"
@@ -125,13 +125,8 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Written aside and renamed: the file is whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w") as file:
-        file.write(json.dumps(dict(values), indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    durable.make_directories(path.parent)
+    durable.write_durably(path, (json.dumps(dict(values), indent=2) + "\n").encode())
 
 
 def _numbers(tally: Tally) -> dict[str, Any]:

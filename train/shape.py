@@ -1,6 +1,6 @@
 """What a drafter is made of: dimensions taken from the target's config.json, never its oddities.
 
-A drafter is a dense Qwen3 stack for every target (algorithm: arXiv 2602.06036 and z-lab's code).
+Whatever the target is, its drafter is plain Qwen3 layers (arXiv 2602.06036 and z-lab's code).
 From the target it takes width, heads, RoPE base and scaling, norm epsilon and vocabulary; it never
 takes mRoPE, a partial rotary factor, attention bias, (1 + w) norms or a hybrid target's heads.
 """

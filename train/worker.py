@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +15,9 @@ from pathlib import Path
 import torch
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.place import Place, dtype_name, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import open_store
 from dflash_pipeline.store.completion import is_calibrated
 from dflash_pipeline.store.reader import Store
@@ -33,15 +33,13 @@ from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.optim import Optimizer, learning_rate
-from dflash_pipeline.train.order import Catalog, Position, catalog, parse_stores, planned_steps
+from dflash_pipeline.train.order import Catalog, Position, catalog, planned_steps
 from dflash_pipeline.train.replay import held_out, replay
 from dflash_pipeline.train.shape import DrafterShape, drafter_shape
 from dflash_pipeline.train.step import learn
 from dflash_pipeline.train.stop import StopVote, StopWish
 
 IDLE_S = 0.5
-# set by tests: buffers are filled with NaN when they come back
-POISON_VARIABLE = "DFLASH_POISON"
 
 
 @dataclass(slots=True)
@@ -68,7 +66,7 @@ class Training:
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     """`dflash train`, one rank; extra: resume."""
     torch.set_num_threads(place.threads)
-    _let_memory_grow()
+    let_memory_grow(torch.__version__)
     out = Path(run.train.out)
     log = RunLog(place)
     with StopWish() as wish, contextlib.closing(Group(place, run.train.timeout_s)) as group:
@@ -83,10 +81,9 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         if order.is_following:
             log.say("the store is still being captured: following it")
         device, dtype = _compute(run, place)
-        poison = os.environ.get(POISON_VARIABLE) == "1"
         with (
             contextlib.closing(training.journal),
-            Feed(stores, samples, order, run, shape, device, dtype, poison) as feed,
+            Feed(stores, samples, order, run, shape, device, dtype, is_poisoned()) as feed,
         ):
             is_stopped = _learn(training, feed, order, StopVote(group, device), wish)
             if not is_stopped and training.validated_step != training.progress.step:
@@ -130,20 +127,10 @@ def _await_calibration(path: str, run: Run, log: RunLog, wish: StopWish) -> Stor
     return open_store(path)
 
 
-def _let_memory_grow() -> None:
-    """Before CUDA starts: context lengths differ, and freed blocks of one would not fit another."""
-    # the variable was renamed in torch 2.10
-    is_old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10)
-    name = "PYTORCH_CUDA_ALLOC_CONF" if is_old else "PYTORCH_ALLOC_CONF"
-    os.environ.setdefault(name, "expandable_segments:True")
-
-
 def _compute(run: Run, place: Place) -> tuple[torch.device, torch.dtype]:
     device = torch.device(place.device)
-    wants = run.train.dtype
-    if wants == "auto":
-        wants = "bf16" if place.kind == "cuda" else "fp32"
-    return device, torch.bfloat16 if wants == "bf16" else torch.float32
+    is_bf16 = dtype_name(run.train.dtype, place.kind) == "bf16"
+    return device, torch.bfloat16 if is_bf16 else torch.float32
 
 
 def _build(
@@ -196,7 +183,11 @@ def _build(
 def _take_over(drafter: Drafter, path: str) -> None:
     """Weights of another checkpoint. UsageError unless it is a drafter of the same shape."""
     found = read_checkpoint(path)
-    names = ("layer_ids", "mask_token_id", "num_target_layers", "head_dim", "rope_theta")
+    names = ["layer_ids", "mask_token_id", "head_dim", "rope_theta", "rms_norm_eps"]
+    names += ["layer_types", "sliding_window"]
+    # the speculators layout of others does not say how many layers its target has
+    if found.layout == "zlab":
+        names.append("num_target_layers")
     wrong = [
         f"{name} {getattr(found.shape, name)}, wanted {getattr(drafter.shape, name)}"
         for name in names

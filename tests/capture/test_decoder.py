@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,12 @@ from transformers import (
 )
 
 from dflash_pipeline.capture import decoder
+from dflash_pipeline.capture.answerer import TOO_LONG
 from dflash_pipeline.capture.decoder import Decoder, open_target
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import EvalConfig, Run, TargetConfig
+from dflash_pipeline.configs.schema import DataConfig, EvalConfig, Run, TargetConfig
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -111,6 +113,8 @@ def test_prompts_are_read_up_to_the_last_user_turn(
         {"id": "b", "domain": "math", "messages": [_turn("user", "8")]},
         {"id": "c", "domain": "code", "messages": [_turn("user", "9 4")]},
         {"id": "d", "domain": "code", "messages": [_turn("assistant", "9 4")]},
+        {"id": "e", "domain": "chat", "messages": [_turn("user", "1 2 3 4")]},
+        {"id": "f", "domain": "long", "messages": [_turn("user", "1 2 3 4 5")]},
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -120,6 +124,7 @@ def test_prompts_are_read_up_to_the_last_user_turn(
         num_layers=4,
         tokenizer=Tokenizer,
         raw_config={"eos_token_id": 2, "pad_token_id": 0},
+        text_config={"max_position_embeddings": 5},
     )
     monkeypatch.setattr(decoder, "resolve", lambda _config: files)
     monkeypatch.setattr(
@@ -127,7 +132,11 @@ def test_prompts_are_read_up_to_the_last_user_turn(
     )
     monkeypatch.setattr(decoder.template, "prompt_ids", _words)
     monkeypatch.setattr(decoder, "end_ids", lambda _files, _config: frozenset({2, 3, 4}))
-    run = Run(target=TargetConfig(id="tiny"), eval=EvalConfig(prompts=(str(file),), limit=1))
+    run = Run(
+        target=TargetConfig(id="tiny"),
+        data=DataConfig(max_bad_share=0.2),
+        eval=EvalConfig(prompts=(str(file),), limit=1),
+    )
     place = Place(
         rank=0, world=1, device="cpu", kind="cpu", log_dir="", stage="", rendezvous="", threads=1
     )
@@ -135,13 +144,22 @@ def test_prompts_are_read_up_to_the_last_user_turn(
     assert [(prompt.key, prompt.domain, prompt.ids) for prompt in opened.prompts] == [
         ("a", "math", (5, 6)),
         ("c", "code", (9, 4)),
+        ("e", "chat", (1, 2, 3, 4)),
     ]
     assert opened.eos_ids == {2, 3, 4}
     assert opened.reserved_ids == {0, 2, 3, 4}
-    assert opened.dropped == ("1 x no user turn to answer (prompts.jsonl:4)",)
+    assert opened.dropped == (
+        "1 x no user turn to answer (prompts.jsonl:4)",
+        f"1 x {TOO_LONG} (prompts.jsonl:6)",
+    )
     assert (opened.dtype, opened.num_layers) == (torch.float32, 4)
     with pytest.raises(UsageError, match=r"reads layers \[4\], target tiny has 4"):
         open_target(run, place, (1, 4))
+    shorter = replace(run, data=replace(run.data, max_len=2))
+    assert [prompt.key for prompt in open_target(shorter, place, (1,)).prompts] == ["b"]
+    stricter = replace(run, data=replace(run.data, max_bad_share=0.1))
+    with pytest.raises(ValueError, match="1 of 6 rows are unusable"):
+        open_target(stricter, place, (1,))
 
 
 def _turn(role: str, content: str) -> dict[str, str]:

@@ -143,3 +143,10 @@ def test_differences_name_each_value_of_the_sections_asked_for() -> None:
         f"train.seed: {first.train.seed}, now 3",
     ]
     assert differences(first, first, ["drafter", "optim"]) == []
+
+
+def test_only_wsd_has_a_decay_that_warm_up_may_meet() -> None:
+    sets = ["optim.warmup=0.5", "optim.decay=0.6"]
+    assert load("", sets, {}).optim.warmup == 0.5
+    with pytest.raises(UsageError, match=r"must not exceed 1 with optim\.schedule = wsd"):
+        load("", [*sets, "optim.schedule=wsd"], {})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_pipeline.configs.launch import Place
+from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store.runlog import RunLog
 

@@ -120,3 +120,15 @@ def test_lines_of_steps_that_come_again_are_dropped(tmp_path: Path) -> None:
     path.write_text('{"step": 5}\n{"step": 10}\n{"step": 15}\n{"ste')
     checkpoint.trim_metrics(path, 10)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [5, 10]
+
+
+def test_resume_refuses_another_share_of_a_store(
+    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run, out, path = train_run(), tmp_path / "out", whole_store.path
+    half = replace(run, train=replace(run.train, stores=(f"{path}:0.5",)))
+    checkpoint.begin(out, half, [whole_store], resume=False)
+    checkpoint.begin(out, half, [whole_store], resume=True)
+    whole = replace(run, train=replace(run.train, stores=(str(path),)))
+    with pytest.raises(UsageError, match=r"store 0 .*another share"):
+        checkpoint.begin(out, whole, [whole_store], resume=True)

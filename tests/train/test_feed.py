@@ -14,12 +14,13 @@ import torch
 
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import LossConfig, Run
+from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import paths
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.feed import Batch, Feed
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
-from dflash_pipeline.train.order import Catalog, Position, catalog, parse_stores
+from dflash_pipeline.train.order import Catalog, Position, catalog
 from dflash_pipeline.train.shape import DrafterShape
 
 CPU = torch.device("cpu")

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.writer import StoreWriter
 from dflash_pipeline.train import follow
 from dflash_pipeline.train.follow import Draw, Order
-from dflash_pipeline.train.order import Position, catalog, parse_stores
+from dflash_pipeline.train.order import Position, catalog
 
 START = Position(0, 0, 0)
 

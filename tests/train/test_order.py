@@ -11,12 +11,11 @@ import pytest
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import TrainConfig
+from dflash_pipeline.configs.shares import StoreShare
 from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.train.order import (
     Catalog,
-    StoreShare,
     catalog,
-    parse_stores,
     planned_steps,
     rank_batches,
     segment_batches,
@@ -94,16 +93,6 @@ def test_a_share_draws_that_part_of_a_store_anew_each_epoch() -> None:
     for drawn in (first, second):
         assert np.bincount(samples.store_C[drawn]).tolist() == [10, 20]
     assert set(first.tolist()) != set(second.tolist())
-
-
-def test_stores_are_parsed_with_their_share() -> None:
-    assert parse_stores(("a/b", "c:0.5", "x:y")) == [
-        StoreShare("a/b", 1.0),
-        StoreShare("c", 0.5),
-        StoreShare("x:y", 1.0),
-    ]
-    with pytest.raises(UsageError, match=r"'c:1\.5'.*\(0, 1\]"):
-        parse_stores(("c:1.5",))
 
 
 def test_planned_steps_count_the_whole_plan_and_obey_max_steps() -> None:

@@ -19,12 +19,15 @@ from safetensors.torch import load_file
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
-from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.place import POISON_VARIABLE, Place
 from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train import worker
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.export import write_speculators
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
+from dflash_pipeline.train.shape import DrafterShape
 
 # torch 2.11 warns about its own use of deprecated calls when it compiles
 WARNS = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -34,7 +37,7 @@ AGAIN: dict[str, object] = {"resume": True}
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(worker.POISON_VARIABLE, "1")
+    monkeypatch.setenv(POISON_VARIABLE, "1")
 
 
 @pytest.fixture
@@ -87,6 +90,27 @@ def test_a_run_learns_and_leaves_a_whole_run_directory(
     other = replace(second, drafter=replace(run.drafter, num_layers=3))
     with pytest.raises(UsageError, match=r"layers\.2\..*missing"):
         worker.main(*_elsewhere(other, place, tmp_path, "third"), NEW)
+
+
+def test_a_run_may_begin_from_a_speculators_checkpoint_of_others(
+    shape: DrafterShape, tmp_path: Path
+) -> None:
+    first, second = Drafter(shape), Drafter(shape)
+    first.initialise(1)
+    matrix_VH = torch.zeros(shape.vocab_size, shape.hidden_size)
+    path = tmp_path / "theirs"
+    write_speculators(path, shape, first.state_dict(), matrix_VH, matrix_VH, "org/target", [])
+    config = json.loads((path / "config.json").read_text())
+    # no key of that layout
+    del config["transformer_layer_config"]["num_target_layers"]
+    (path / "config.json").write_text(json.dumps(config))
+    worker._take_over(second, str(path))
+    for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
+        assert torch.equal(mine, theirs.bfloat16().float())
+    config["transformer_layer_config"]["rms_norm_eps"] = 1e-5
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="rms_norm_eps 1e-05, wanted 1e-06"):
+        worker._take_over(second, str(path))
 
 
 def test_a_killed_run_goes_on_bit_by_bit(
