@@ -1,0 +1,235 @@
+"""Each way of reading gives the same bytes; what cannot be read is named; how one is chosen."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_pipeline.store import access, paths
+from dflash_pipeline.store.access import (
+    ALIGNMENT,
+    Access,
+    Direct,
+    Mapped,
+    Plain,
+    Range,
+    Trial,
+    best,
+    open_access,
+)
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.spec import ShardId
+
+BLOCK = ALIGNMENT
+SIZE = 9 * BLOCK + 1234
+
+
+def _fail(text: str) -> None:
+    pytest.fail(text)
+
+
+WAYS: dict[str, Callable[[bool], Access]] = {
+    "read": Plain,
+    "mmap": Mapped,
+    "direct": lambda drops_cache: Direct(drops_cache, print),
+}
+
+
+@pytest.fixture(params=[(name, drops) for name in WAYS for drops in (False, True)], ids=str)
+def way(request: pytest.FixtureRequest) -> Access:
+    name, drops_cache = request.param
+    return WAYS[name](drops_cache)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rows"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes())
+    return path
+
+
+@pytest.fixture
+def no_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A file system that refuses O_DIRECT at open; the attempts."""
+    attempts: list[int] = []
+    real = os.open
+
+    def open_buffered(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            attempts.append(flags)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", open_buffered)
+    return attempts
+
+
+def test_any_range_is_read_into_any_address_and_nothing_beside_it(file: Path, way: Access) -> None:
+    content = np.frombuffer(file.read_bytes(), np.uint8)
+    edges = (0, 1, 48, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
+    ranges = [(o, n) for o in edges for n in (1, *edges[2:], 5 * BLOCK)]
+    ranges += [(SIZE - n, n) for n in (1, 1234, 1235, BLOCK, 6 * BLOCK + 17)] + [(0, SIZE)]
+    for offset, number in ranges:
+        for shift in (0, 1, 640, BLOCK - 1):
+            slab = np.full(number + 3 * BLOCK, 7, np.uint8)
+            first = -slab.ctypes.data % BLOCK + shift
+            way.read(Range(file, offset, number, SIZE), slab[first : first + number])
+            expected = np.full_like(slab, 7)
+            expected[first : first + number] = content[offset : offset + number]
+            assert np.array_equal(slab, expected), (offset, number, shift)
+
+
+def test_the_rows_of_a_store_are_the_same_each_way(store: Store, way: Access) -> None:
+    offsets = set()
+    for i in range(len(store.table)):
+        hidden, last = (np.empty(view.shape, np.uint8) for view in (store.hidden(i), store.last(i)))
+        store.read_into(i, hidden, last, way)
+        assert np.array_equal(hidden, store.hidden(i))
+        assert np.array_equal(last, store.last(i))
+        offsets.add(store.place_of(i, "hidden").offset % BLOCK)
+    # first samples of shards and others, whose rows start inside a block
+    assert 0 in offsets
+    assert len(offsets) > 5
+
+
+def test_a_direct_read_reads_no_more_than_two_blocks_in_vain(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    real = os.preadv
+
+    def preadv(descriptor: int, parts: list[Any], offset: int) -> int:
+        assert offset % BLOCK == 0
+        for part in parts:
+            assert part.ctypes.data % BLOCK == 0
+            assert part.size % BLOCK == 0
+        calls.append(sum(part.size for part in parts))
+        return real(descriptor, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    way = Direct(False, _fail)
+    for offset in (0, 100, BLOCK - 1):
+        for number in (1, 3 * BLOCK, 4 * BLOCK + 7):
+            for shift in (0, 3, 4000):
+                slab = np.empty(number + 2 * BLOCK, np.uint8)
+                way.read(Range(file, offset, number, SIZE), slab[shift : shift + number])
+                assert len(calls) == 1
+                assert calls.pop() <= number + 2 * BLOCK
+
+
+def test_short_reads_go_on_where_they_ended(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+
+    def one_block(descriptor: int, parts: list[Any], offset: int) -> int:
+        return real(descriptor, [memoryview(parts[0])[:BLOCK]], offset)
+
+    monkeypatch.setattr(os, "preadv", one_block)
+    for way in (Plain(False), Direct(False, _fail)):
+        out = np.empty(SIZE - 100, np.uint8)
+        way.read(Range(file, 100, out.size, SIZE), out)
+        assert out.tobytes() == file.read_bytes()[100:]
+
+
+def test_a_truncated_shard_is_named_with_the_sample(store: Store, way: Access) -> None:
+    i = int(np.flatnonzero(store.table.bucket == 1)[0])
+    hidden = np.empty(store.place_of(i, "hidden").num_bytes, np.uint8)
+    shard = store.path / paths.hidden_file(ShardId(1, 0))
+    os.truncate(shard, shard.stat().st_size // 2)
+    with pytest.raises(ValueError, match=rf"b1/hidden/c/0/0/0 has .*truncated.*sample {i}, "):
+        store.read_into(i, hidden, None, way)
+
+
+@pytest.mark.parametrize("name", ["read", "direct"])
+def test_a_file_that_ends_during_the_read_is_named(
+    name: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "check_file_bytes", lambda *_: None)
+    for offset in (SIZE - 10, SIZE + BLOCK):
+        with pytest.raises(ValueError, match=r"rows: \d+ bytes could be read at \d+, expected 50"):
+            WAYS[name](False).read(Range(file, offset, 50, SIZE), np.empty(50, np.uint8))
+
+
+def test_what_is_not_committed_is_not_read(empty_store: Store, way: Access) -> None:
+    with pytest.raises(ValueError, match=r"sample 0 of .* is not captured yet"):
+        empty_store.read_into(0, bytearray(48), None, way)
+
+
+def test_a_refused_direct_read_is_said_once_and_read_anyway(
+    store: Store, no_direct: list[int]
+) -> None:
+    said: list[str] = []
+    way = Direct(False, said.append)
+    for i in range(4):
+        hidden = np.empty(store.hidden(i).shape, np.uint8)
+        store.read_into(i, hidden, None, way)
+        assert np.array_equal(hidden, store.hidden(i))
+    assert way.is_refused
+    assert len(no_direct) == 1
+    assert len(said) == 1
+    assert "refuses O_DIRECT (Invalid argument): reading it through the page cache" in said[0]
+
+
+def test_several_threads_read_through_one_way(store: Store, way: Access) -> None:
+    def equals(i: int) -> bool:
+        hidden = np.empty(store.hidden(i).shape, np.uint8)
+        store.read_into(i, hidden, None, way)
+        return bool(np.array_equal(hidden, store.hidden(i)))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(equals, list(range(len(store.table))) * 5))
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+def test_processor_time_decides_between_equally_fast_ways() -> None:
+    trials = {"read": Trial(1.0e9, 0.3), "mmap": Trial(0.5e9, 0.01), "direct": Trial(0.95e9, 0.1)}
+    assert best(trials) == "direct"
+    trials["direct"] = Trial(0.8e9, 0.1)
+    assert best(trials) == "read"
+
+
+@pytest.fixture
+def places(file: Path, monkeypatch: pytest.MonkeyPatch) -> list[Range]:
+    """Enough rows to measure."""
+    monkeypatch.setattr(access, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(access, "_TRIAL_BYTES", 2 * BLOCK)
+    return [Range(file, 100 * i, 2 * BLOCK + i, SIZE) for i in range(12)]
+
+
+@pytest.mark.parametrize(("share", "has_direct"), [(0.4, False), (0.6, True)])
+def test_auto_measures_and_says_what_it_took(
+    share: float, has_direct: bool, places: list[Range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "memory_bytes", lambda: 1000)
+    said: list[str] = []
+    way = open_access("auto", 2, places, int(1000 * share), said.append)
+    assert len(said) == 1
+    assert said[0].startswith(f"feed.io = auto: {way.name} (read ")
+    assert ", mmap " in said[0]
+    # what fits into memory is there from the second pass on: not read from the disk again
+    assert (", direct " in said[0]) == has_direct
+    assert ("page cache dropped after reading" in said[0]) == has_direct
+
+
+def test_auto_takes_no_way_that_is_refused(
+    places: list[Range], no_direct: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "memory_bytes", lambda: 1)
+    said: list[str] = []
+    way = open_access("auto", 1, places, 10, said.append)
+    assert way.name in ("read", "mmap")
+    assert no_direct
+    assert "refuses O_DIRECT" in said[0]
+    assert ", direct " not in said[1]
+
+
+def test_the_memory_of_this_machine_is_known() -> None:
+    assert 1 << 24 < access.memory_bytes() < 1 << 50
