@@ -7,7 +7,9 @@ writes feed_io.json into $OUT where that is set. Raw preadv has its files open, 
 kind of buffer, and checks nothing. A round runs every way once, raw first and last, so that ratios
 are of the same minute; a figure is the median over rounds. Cold: every file is dropped from the
 page cache before each run, and mincore must find none of its pages there (on tmpfs, where pages
-are the file, cold is left out). `--pinned` reads into pinned memory, which needs a GPU.
+are the file, cold is left out). "dropped" is what a store of more than half the memory is read
+with: the range leaves the page cache once it has been read. `--pinned` reads into pinned memory,
+which needs a GPU.
 """
 
 from __future__ import annotations
@@ -77,10 +79,12 @@ def resident_pages(file: Path) -> int:
 def drop(files: list[Path]) -> None:
     """Empty the page cache of the files; an error if pages are left."""
     for file in files:
+        end = time.monotonic() + 10
         descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        # what the kernel is still reading ahead cannot be dropped: again, until it is there
+        while (left := resident_pages(file)) and time.monotonic() < end:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-        left = resident_pages(file)
         assert left == 0, f"{left} pages of {file} are still in memory: no cold run is possible"
 
 
@@ -191,8 +195,13 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     check(places, [Plain(False), Mapped(False), Direct(False, said.append)], raw, buffers[0])
     figures = []
     for state in ("warm",) if about["file_system"] == "tmpfs" else ("cold", "warm"):
-        drops = state == "cold"
-        ways = [Plain(drops), Mapped(drops), Direct(drops, said.append)]
+        ways: dict[str, Access] = {
+            "read": Plain(False),
+            "mmap": Mapped(False),
+            "direct": Direct(False, said.append),
+        }
+        if state == "cold":
+            ways |= {"read, dropped": Plain(True), "mmap, dropped": Mapped(True)}
         for num_threads in options.threads:
             figures += compare(state, raw, ways, places, files, buffers[:num_threads], options)
     for descriptor in raw.descriptors.values():
@@ -224,7 +233,7 @@ def check(places: list[Range], ways: list[Access], raw: Raw, buffer: Any) -> Non
 def compare(
     state: str,
     raw: Raw,
-    ways: list[Access],
+    ways: dict[str, Access],
     places: list[Range],
     files: list[Path],
     buffers: list[Any],
@@ -233,10 +242,12 @@ def compare(
     """Rounds of raw preadv, each way, raw preadv again."""
     total = sum(place.num_bytes for place in places)
     seen: dict[str, list[tuple[float, float]]] = {}
+    left: dict[str, int] = {}
     for _ in range(options.rounds):
-        for way in (raw, *ways, raw):
+        for name, way in ((raw.name, raw), *ways.items(), (raw.name, raw)):
             (drop if state == "cold" else warm)(files)
-            seen.setdefault(way.name, []).append(run(way, places, buffers))
+            seen.setdefault(name, []).append(run(way, places, buffers))
+            left[name] = sum(resident_pages(file) for file in files) * mmap.PAGESIZE
     medians = {
         name: [statistics.median(column) for column in zip(*runs, strict=True)]
         for name, runs in seen.items()
@@ -254,11 +265,12 @@ def compare(
             "gb_per_cpu_s": round(total / cpu / 1e9, 3),
             "ratio_to_raw": round(raw_wall / wall, 3),
             "cpu_ratio_to_raw": round(raw_cpu / cpu, 3),
+            "cached_after": round(left[name] / total, 3),
         }
         print(
-            f"{state} {len(buffers)} threads {name:10}: {figure['gb_per_s']:6.2f} GB/s "
+            f"{state} {len(buffers)} threads {name:13}: {figure['gb_per_s']:6.2f} GB/s "
             f"{figure['gb_per_cpu_s']:6.2f} GB/cpu-s; x raw: {figure['ratio_to_raw']:.2f} wall, "
-            f"{figure['cpu_ratio_to_raw']:.2f} cpu",
+            f"{figure['cpu_ratio_to_raw']:.2f} cpu; {figure['cached_after']:.1%} cached after",
             flush=True,
         )
         figures.append(figure)

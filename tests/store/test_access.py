@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,6 +177,41 @@ def test_a_refused_direct_read_is_said_once_and_read_anyway(
     assert len(no_direct) == 1
     assert len(said) == 1
     assert "refuses O_DIRECT (Invalid argument): reading it through the page cache" in said[0]
+
+
+def _num_resident(file: Path) -> int:
+    with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
+        pages = np.frombuffer(mapped, np.uint8)
+        states = np.zeros(-(-pages.size // mmap.PAGESIZE), np.uint8)
+        mincore = ctypes.CDLL(None).mincore
+        mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        assert mincore(pages.ctypes.data, pages.size, states.ctypes.data) == 0
+        del pages
+    return int((states & 1).sum())
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_was_read_and_dropped_is_not_in_the_page_cache(name: str, tmp_path: Path) -> None:
+    file, size = tmp_path / "rows", 8 << 20
+    with file.open("wb") as stream:
+        stream.write(os.urandom(size))
+        stream.flush()
+        # pages that wait to be written cannot be dropped
+        os.fsync(stream.fileno())
+        access.drop_cached(stream.fileno(), Range(file, 0, size, size))
+    if _num_resident(file):
+        pytest.skip("here a file is its page cache")
+    place = Range(file, (2 << 20) + 100, 1 << 20, size)
+    WAYS[name](False).read(place, np.empty(place.num_bytes, np.uint8))
+    assert (_num_resident(file) > 0) == (name != "direct")
+    end = time.monotonic() + 10
+    with file.open("rb") as stream:
+        # pages that the kernel is still reading ahead cannot be dropped
+        while _num_resident(file) and time.monotonic() < end:
+            access.drop_cached(stream.fileno(), Range(file, 0, size, size))
+    WAYS[name](True).read(place, np.empty(place.num_bytes, np.uint8))
+    # the first and the last page are in part a neighbour's
+    assert _num_resident(file) <= 2
 
 
 def test_several_threads_read_through_one_way(store: Store, way: Access) -> None:
