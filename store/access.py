@@ -94,7 +94,7 @@ class Mapped:
     def __init__(self, drops_cache: bool) -> None:
         """`drops_cache`: what was read is not kept in the page cache."""
         self._drops_cache = drops_cache
-        self._madvise = ctypes.CDLL(None).madvise
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def read(self, place: Range, out: Bytes) -> None:
@@ -109,6 +109,7 @@ class Mapped:
             os.close(descriptor)
 
     def _copy(self, descriptor: int, place: Range, out: Bytes) -> None:
+        _check_read(place, os.fstat(descriptor).st_size - place.offset)
         slack = place.offset % mmap.ALLOCATIONGRANULARITY
         with mmap.mmap(
             descriptor,
@@ -117,12 +118,23 @@ class Mapped:
             offset=place.offset - slack,
         ) as mapped:
             rows = np.frombuffer(mapped, np.uint8)
-            # not mmap.madvise, which would hold every Python thread until the pages are there;
-            # kernels before 5.14 refuse it, and the copy faults page after page instead
-            self._madvise(rows.ctypes.data, rows.size, _MADV_POPULATE_READ)
-            np.copyto(out, rows[slack:])
+            failure = self._populate(rows)
+            if failure == 0:
+                np.copyto(out, rows[slack:])
             # a map with a view left cannot be closed
             del rows
+        if failure:
+            raise OSError(failure, os.strerror(failure))
+
+    def _populate(self, rows: Bytes) -> int:
+        """Bring the pages in. Where one cannot be read this says so, while a copy would end the
+        process by SIGBUS; 0, or what was wrong."""
+        # not mmap.madvise, which would hold every Python thread until the pages are there
+        if self._madvise(rows.ctypes.data, rows.size, _MADV_POPULATE_READ) == 0:
+            return 0
+        failure = ctypes.get_errno()
+        # a kernel before 5.14 does not know it: the copy faults page after page instead
+        return 0 if failure == errno.EINVAL else failure
 
 
 class Direct:

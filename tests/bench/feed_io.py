@@ -78,13 +78,15 @@ def resident_pages(file: Path) -> int:
 
 def drop(files: list[Path]) -> None:
     """Empty the page cache of the files; an error if pages are left."""
-    for file in files:
-        end = time.monotonic() + 10
-        descriptor = os.open(file, os.O_RDONLY)
-        # what the kernel is still reading ahead cannot be dropped: again, until it is there
-        while (left := resident_pages(file)) and time.monotonic() < end:
+    for pause_s in (0.2, 0.0):
+        for file in files:
+            descriptor = os.open(file, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+            os.close(descriptor)
+        # what the kernel is still reading ahead is neither dropped nor seen by mincore
+        time.sleep(pause_s)
+    for file in files:
+        left = resident_pages(file)
         assert left == 0, f"{left} pages of {file} are still in memory: no cold run is possible"
 
 
@@ -169,6 +171,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pinned", action="store_true")
+    parser.add_argument("--note", default="", help="what else is to be known of the machine")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=options.directory))
@@ -209,7 +212,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     if said:
         print(f"direct: {said[0].replace(str(folder), 'DIR')}")
     return {
-        "machine": about,
+        "machine": about | {"note": options.note},
         "bytes": total,
         "samples": len(places),
         "pinned": options.pinned,
