@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from dflash_pipeline.configs.schema import FeedConfig, Run
-from dflash_pipeline.store.access import Access, Say, open_access
+from dflash_pipeline.store.access import Access, Say
+from dflash_pipeline.store.choice import open_access
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Blocks, Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.follow import Draw, Order

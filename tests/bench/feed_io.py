@@ -33,7 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_pipeline.store.access import Access, Direct, Mapped, Plain, Range, memory_bytes
+from dflash_pipeline.store.access import Access, Direct, Mapped, Plain, Range
+from dflash_pipeline.store.choice import memory_bytes
 
 ROW_BYTES = 5 * 2136
 """About a row of five int4 layers of width 4096: no whole blocks."""

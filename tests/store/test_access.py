@@ -22,9 +22,6 @@ from dflash_pipeline.store.access import (
     Mapped,
     Plain,
     Range,
-    Trial,
-    best,
-    open_access,
 )
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.spec import ShardId
@@ -235,52 +232,3 @@ def test_several_threads_read_through_one_way(store: Store, way: Access) -> None
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(equals, list(range(len(store.table))) * 5))
-
-
-# --- the choice ----------------------------------------------------------------------------------
-
-
-def test_processor_time_decides_between_equally_fast_ways() -> None:
-    trials = {"read": Trial(1.0e9, 0.3), "mmap": Trial(0.5e9, 0.01), "direct": Trial(0.95e9, 0.1)}
-    assert best(trials) == "direct"
-    trials["direct"] = Trial(0.8e9, 0.1)
-    assert best(trials) == "read"
-
-
-@pytest.fixture
-def places(file: Path, monkeypatch: pytest.MonkeyPatch) -> list[Range]:
-    """Enough rows to measure."""
-    monkeypatch.setattr(access, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(access, "_TRIAL_BYTES", 2 * BLOCK)
-    return [Range(file, 100 * i, 2 * BLOCK + i, SIZE) for i in range(12)]
-
-
-@pytest.mark.parametrize(("share", "has_direct"), [(0.4, False), (0.6, True)])
-def test_auto_measures_and_says_what_it_took(
-    share: float, has_direct: bool, places: list[Range], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(access, "memory_bytes", lambda: 1000)
-    said: list[str] = []
-    way = open_access("auto", 2, places, int(1000 * share), said.append)
-    assert len(said) == 1
-    assert said[0].startswith(f"feed.io = auto: {way.name} (read ")
-    assert ", mmap " in said[0]
-    # what fits into memory is there from the second pass on: not read from the disk again
-    assert (", direct " in said[0]) == has_direct
-    assert ("page cache dropped after reading" in said[0]) == has_direct
-
-
-def test_auto_takes_no_way_that_is_refused(
-    places: list[Range], no_direct: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(access, "memory_bytes", lambda: 1)
-    said: list[str] = []
-    way = open_access("auto", 1, places, 10, said.append)
-    assert way.name in ("read", "mmap")
-    assert no_direct
-    assert "refuses O_DIRECT" in said[0]
-    assert ", direct " not in said[1]
-
-
-def test_the_memory_of_this_machine_is_known() -> None:
-    assert 1 << 24 < access.memory_bytes() < 1 << 50
