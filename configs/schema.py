@@ -311,6 +311,10 @@ class FeedConfig:
     """Reader threads a trainer."""
     depth: int = 3
     """Batches held ready in pinned memory."""
+    io: Literal["auto", "mmap", "read", "direct"] = "auto"
+    """How rows come from the disk: mmap copies them out of a memory map, read is preadv, direct is
+    O_DIRECT past the page cache; auto measures for up to a second at the start and says what it
+    took. All give the same bytes."""
     check: bool = False
     """Compare the checksum of every chunk that is read."""
 

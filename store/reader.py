@@ -21,6 +21,7 @@ from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
 from dflash_pipeline.store import durable, flatfiles, metadata, paths
+from dflash_pipeline.store.access import Access, Range
 from dflash_pipeline.store.calibrationgroup import read_calibration
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commit import Commit
@@ -29,7 +30,6 @@ from dflash_pipeline.store.rows import decode
 from dflash_pipeline.store.shard import (
     ShardShape,
     check_shard,
-    check_size,
     hidden_shape,
     last_shape,
     map_shard,
@@ -220,30 +220,45 @@ class Store:
             raise ValueError(f"sample {i} of {self.path} {reason}")
         return self.table.shard_id(i)
 
-    def read_into(self, i: int, hidden_out: Any, last_out: Any) -> None:
-        """Read a sample's stored rows into two C-contiguous buffers, one preadv an array.
+    def read_into(self, i: int, hidden_out: Any, last_out: Any, access: Access) -> None:
+        """Read a sample's stored rows into two C-contiguous buffers, one read an array.
 
         The buffers have exactly T K R and M R bytes; `last_out` None leaves `last` unread.
         """
-        shard_id = self._readable_shard(i)
-        self._read_rows(shard_id, "hidden", self._rows(i), hidden_out)
-        if last_out is not None:
-            self._read_rows(shard_id, "last", self._last_rows(i), last_out)
+        for kind, buffer in (("hidden", hidden_out), ("last", last_out)):
+            if buffer is None:
+                continue
+            place, view = self.place_of(i, kind), memoryview(buffer)
+            if view.nbytes != place.num_bytes:
+                raise ValueError(
+                    f"{kind}: a buffer of {view.nbytes} bytes, expected {place.num_bytes}"
+                )
+            if view.nbytes == 0:
+                continue
+            try:
+                access.read(place, np.frombuffer(view, np.uint8))
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                where = f"{place.file}: " if isinstance(error, OSError) else ""
+                raise ValueError(
+                    f"{where}{reason} (while reading sample {i}, {self.table.key(i)})"
+                ) from error
 
-    def _read_rows(self, shard_id: ShardId, kind: str, rows: tuple[int, int], buffer: Any) -> None:
+    def place_of(self, i: int, kind: str) -> Range:
+        """Where a sample's rows of `hidden` or `last` stand; ValueError if they are not there."""
+        shard_id = self._readable_shard(i)
         file, num_rows, shape = self._place(shard_id, kind)
-        view = memoryview(buffer)
-        wanted = (rows[1] - rows[0]) * shape.row_bytes
-        if view.nbytes != wanted:
-            raise ValueError(f"{kind}: a buffer of {view.nbytes} bytes, expected {wanted}")
-        if wanted == 0:
-            return
-        descriptor = _open(file)
-        try:
-            check_size(descriptor, str(file), num_rows, shape)
-            durable.read_all(descriptor, view, rows[0] * shape.row_bytes)
-        finally:
-            os.close(descriptor)
+        first, end = self._rows(i) if kind == "hidden" else self._last_rows(i)
+        row_bytes = shape.row_bytes
+        return Range(file, first * row_bytes, (end - first) * row_bytes, shape.file_bytes(num_rows))
+
+    @property
+    def all_rows_bytes(self) -> int:
+        """Bytes of all rows of all samples, captured or not."""
+        size = int(self.table.num_tokens.sum(dtype=np.int64)) * self.hidden_shape.row_bytes
+        if self.last_shape is not None:
+            size += int(self.table.num_teacher.sum(dtype=np.int64)) * self.last_shape.row_bytes
+        return size
 
     def sample(self, i: int) -> Sample:
         """One sample decoded to float32."""

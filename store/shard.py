@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_pipeline.store import durable
+from dflash_pipeline.store.access import check_file_bytes
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import Layout, StoreSpec
@@ -169,9 +170,7 @@ def check_shard(descriptor: int, name: str, num_rows: int, shape: ShardShape) ->
 
 def check_size(descriptor: int, name: str, num_rows: int, shape: ShardShape) -> None:
     """Raise ValueError unless an open shard file has the size of so many rows."""
-    size, expected = os.fstat(descriptor).st_size, shape.file_bytes(num_rows)
-    if size != expected:
-        raise ValueError(f"{name} has {size} bytes, expected {expected}: truncated or damaged")
+    check_file_bytes(descriptor, name, shape.file_bytes(num_rows))
 
 
 def map_shard(file: Path, num_rows: int, shape: ShardShape) -> Bytes:

@@ -22,7 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import FeedConfig, Run
+from dflash_pipeline.store.access import Access, Say
+from dflash_pipeline.store.choice import open_access
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Blocks, Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.follow import Draw, Order
@@ -35,6 +37,8 @@ from dflash_pipeline.train.stored import StoredRows
 Ints = npt.NDArray[np.int64]
 
 _POLL_S = 0.05
+# samples among which `feed.io = auto` finds enough to measure
+_NUM_TRIED = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,17 @@ class _Window:
     unread: deque[Ints] = field(default_factory=deque)
 
 
+def feed_access(stores: Sequence[Store], config: FeedConfig, say: Say) -> Access:
+    """The way to read of `feed.io`; what it is, and why, is said in one line."""
+    random, places = np.random.default_rng(0), []
+    for store in stores:
+        readable = np.flatnonzero(store.readable_N)
+        chosen = random.permutation(len(readable))[: _NUM_TRIED // len(stores)]
+        places += [store.place_of(int(i), "hidden") for i in readable[chosen]]
+    total_bytes = sum(store.all_rows_bytes for store in stores)
+    return open_access(config.io, config.threads, places, total_bytes, say)
+
+
 class Feed:
     """Batches of one rank in the order of its draws. Call `close`, or use it as a context."""
 
@@ -102,7 +117,9 @@ class Feed:
         device: torch.device,
         dtype: torch.dtype,
         poison: bool,
+        access: Access,
     ) -> None:
+        self._access = access
         self._stores, self._samples, self._order = stores, samples, order
         self._seed, self._config = run.train.seed, run.feed
         self._quota = min(run.train.anchors_per_sample, run.train.batch_anchors)
@@ -202,6 +219,7 @@ class Feed:
                 sample,
                 slot.hidden_NKZ[first : first + len(ids_T)],
                 slot.last_MZ[first_last : first_last + num_last] if self._wants_last else None,
+                self._access,
             )
             first, first_last = first + len(ids_T), first_last + num_last
             tokens.append(Tokens(int(self._samples.sample_id_C[place]), ids_T, mask_T))

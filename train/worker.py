@@ -26,7 +26,7 @@ from dflash_pipeline.train import checkpoint, preflight
 from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import read_checkpoint
-from dflash_pipeline.train.feed import Feed
+from dflash_pipeline.train.feed import Feed, feed_access
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
@@ -81,9 +81,10 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         if order.is_following:
             log.say("the store is still being captured: following it")
         device, dtype = _compute(run, place)
+        access = feed_access(stores, run.feed, log.say)
         with (
             contextlib.closing(training.journal),
-            Feed(stores, samples, order, run, shape, device, dtype, is_poisoned()) as feed,
+            Feed(stores, samples, order, run, shape, device, dtype, is_poisoned(), access) as feed,
         ):
             is_stopped = _learn(training, feed, order, StopVote(group, device), wish)
             if not is_stopped and training.validated_step != training.progress.step:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.store import metadata, paths
+from dflash_pipeline.store.access import Plain
 from dflash_pipeline.store.build import StoreBuilder
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import Store, open_store
@@ -35,7 +37,7 @@ def test_each_way_of_reading_gives_the_rows_that_were_written(store: Store, plan
         assert (sample.mask_T == mask_T).all()
         hidden_out = np.empty(store.hidden(i).shape, np.uint8)
         last_out = bytearray(store.last(i).nbytes)
-        store.read_into(i, hidden_out, memoryview(last_out))
+        store.read_into(i, hidden_out, memoryview(last_out), Plain(False))
         assert (decode(hidden_out, "bf16") == hidden_TKH).all()
         assert bytes(last_out) == store.last(i).tobytes()
         store.check_sample(i)
@@ -51,7 +53,7 @@ def test_views_are_of_the_file_and_read_only(store: Store) -> None:
 
 def test_a_buffer_of_the_wrong_size_is_refused(store: Store) -> None:
     with pytest.raises(ValueError, match=r"a buffer of 3 bytes, expected \d+"):
-        store.read_into(0, bytearray(3), None)
+        store.read_into(0, bytearray(3), None, Plain(False))
 
 
 def test_the_target_is_in_the_store(store: Store, tiny: ModuleType) -> None:
@@ -96,7 +98,7 @@ def test_a_committed_shard_that_is_gone_is_an_error_not_zeros(store: Store) -> N
         with pytest.raises(ValueError, match="missing although it is committed"):
             read(i)
     with pytest.raises(ValueError, match="missing although it is committed"):
-        store.read_into(i, bytearray(int(store.table.num_tokens[i]) * 48), None)
+        store.read_into(i, bytearray(int(store.table.num_tokens[i]) * 48), None, Plain(False))
 
 
 def test_check_sample_names_the_chunk(store: Store, flip: Callable[[Path, int], None]) -> None:
@@ -113,7 +115,8 @@ def test_a_truncated_shard_is_named_by_each_way_of_reading(store: Store) -> None
     file = store.path / paths.hidden_file(ShardId(1, 0))
     os.truncate(file, file.stat().st_size - 100)
     buffer = bytearray(int(store.table.num_tokens[i]) * 48)
-    for read in (store.hidden, store.check_sample, lambda i: store.read_into(i, buffer, None)):
+    read_into = partial(store.read_into, hidden_out=buffer, last_out=None, access=Plain(False))
+    for read in (store.hidden, store.check_sample, read_into):
         with pytest.raises(ValueError, match=r"b1/hidden/c/0/0/0 has \d+ bytes, expected"):
             read(i)
 

@@ -17,7 +17,7 @@ from dflash_pipeline.configs.schema import LossConfig, Run
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import paths
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.train.feed import Batch, Feed
+from dflash_pipeline.train.feed import Batch, Feed, feed_access
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.order import Catalog, Position, catalog
@@ -44,7 +44,8 @@ def feed_of(
             tmp_path / "order",
             Position(0, 0, 0),
         )
-        arguments = (run, shape, CPU, torch.float32, poison)
+        access = feed_access([whole_store], run.feed, print)
+        arguments = (run, shape, CPU, torch.float32, poison, access)
         with Feed([whole_store], samples, order, *arguments) as feed:
             yield feed, samples
 
@@ -56,10 +57,12 @@ def _batches(feed: Feed) -> Iterator[Batch]:
         yield from feed.batches(draw)
 
 
+@pytest.mark.parametrize("io", ["auto", "mmap", "read", "direct"])
 def test_every_row_is_the_stores_own(
-    feed_of: Callable[..., object], train_run: Callable[..., Run], whole_store: Store
+    io: str, feed_of: Callable[..., object], train_run: Callable[..., Run], whole_store: Store
 ) -> None:
     run = replace(train_run(epochs=2), loss=LossConfig(kl=1.0, position_chunk=5))
+    run = replace(run, feed=replace(run.feed, io=io))
     num_seen = 0
     with feed_of(run) as (feed, samples):
         for batch in _batches(feed):
@@ -111,15 +114,18 @@ def test_a_late_reader_meets_nan(
         assert bool(lent[-1][0].isnan().all())
 
 
+@pytest.mark.parametrize("io", ["mmap", "read", "direct"])
 def test_a_readers_error_surfaces_at_the_next_batch_and_nothing_hangs(
-    feed_of: Callable[..., object], train_run: Callable[..., Run], whole_store: Store
+    io: str, feed_of: Callable[..., object], train_run: Callable[..., Run], whole_store: Store
 ) -> None:
     for shard_id in whole_store.layout.shard_ids():
         (whole_store.path / paths.hidden_file(shard_id)).unlink()
+    run = train_run(epochs=1)
+    run = replace(run, feed=replace(run.feed, io=io))
     begin = time.monotonic()
     with (
         pytest.raises(ValueError, match="missing although it is committed"),
-        feed_of(train_run(epochs=1)) as (feed, _samples),
+        feed_of(run) as (feed, _samples),
     ):
         next(_batches(feed))
     assert time.monotonic() - begin < 20
@@ -156,3 +162,23 @@ def test_counts_are_sums_since_they_were_taken(
         assert counts.size_bytes == counts.num_tokens * 3 * 16
         assert counts.wait_s > 0
         assert feed.take_counts().num_samples == 0
+
+
+def test_what_is_read_how_is_said_in_one_line(
+    train_run: Callable[..., Run], whole_store: Store
+) -> None:
+    config = train_run().feed
+    for io, expected in (("direct", "feed.io = direct; "), ("auto", "feed.io = auto: read, ")):
+        said: list[str] = []
+        assert feed_access([whole_store], replace(config, io=io), said.append).name in expected
+        assert len(said) == 1
+        assert said[0].startswith(expected)
+        assert "page cache kept (0.0 GB of rows, " in said[0]
+
+
+def test_a_store_without_a_committed_row_is_followed_unmeasured(
+    train_run: Callable[..., Run], growing_store: Store
+) -> None:
+    said: list[str] = []
+    assert feed_access([growing_store], train_run().feed, said.append).name == "read"
+    assert "too few rows are there to measure" in said[0]

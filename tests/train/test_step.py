@@ -12,6 +12,7 @@ import torch
 
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import LossConfig, OptimConfig, TrainConfig
+from dflash_pipeline.store.access import Plain
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.drafter import Drafter
@@ -56,6 +57,7 @@ def batch_of(whole_store: Store) -> Callable[..., BatchOf]:
                     sample,
                     slot.hidden_NKZ[first : first + len(ids_T)],
                     slot.last_MZ[first_last : first_last + num_last],
+                    Plain(False),
                 )
                 first, first_last = first + len(ids_T), first_last + num_last
                 tokens.append(Tokens(sample, ids_T, mask_T))

@@ -17,6 +17,7 @@ import torch
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, LossConfig, Run, StoreConfig
+from dflash_pipeline.store.access import Plain
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train import evaluate, worker
 from dflash_pipeline.train.decode import as_stored
@@ -70,7 +71,7 @@ def test_a_batch_holds_what_the_store_decodes(
     order = Order(samples, [store], run.train, Group(place, 5.0), tmp_path / "order", position)
     columns = [(1, 3, 5).index(layer_id) for layer_id in layer_ids]
     num_seen = 0
-    arguments = (run, shape, torch.device(device), torch.float32, True)
+    arguments = (run, shape, torch.device(device), torch.float32, True, Plain(False))
     with Feed([store], samples, order, *arguments) as feed:
         while (draw := feed.step(lambda: False, lambda: None)) is not None:
             for batch in feed.batches(draw):
