@@ -17,6 +17,7 @@ import torch
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, LossConfig, Run, StoreConfig
+from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store.access import Plain
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train import evaluate, worker
@@ -24,7 +25,7 @@ from dflash_pipeline.train.decode import as_stored
 from dflash_pipeline.train.feed import Feed
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
-from dflash_pipeline.train.order import Position, catalog, parse_stores
+from dflash_pipeline.train.order import Position, catalog
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.stored import StoredRows
 
