@@ -294,14 +294,15 @@ def test_no_answer_is_lost_or_doubled_when_writers_are_killed(tmp_path: Path) ->
     out = tmp_path / "out.jsonl"
     script = textwrap.dedent(
         """
-        import os, sys
+        import fcntl, os, sys
         from dflash_pipeline.capture.answer_file import AnswerFile
         out = AnswerFile(sys.argv[1])
         while True:
             for i in range(40):
                 ids = [f"{os.getpid()}-{i}-{j}" for j in range(9)]
                 out.append([{"id": one, "messages": "x" * 3000} for one in ids])
-            # dies in the middle of a line
+            # dies in the middle of a line, so with the lock that every write is made under
+            fcntl.flock(out._descriptor, fcntl.LOCK_EX)
             os.write(out._descriptor, b'{"id": "torn')
             os.kill(os.getpid(), 9)
         """
