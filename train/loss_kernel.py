@@ -215,6 +215,8 @@ def score_rows(
         GRADIENT_STRIDE=gradient_PV.stride(0),
         **constants,
         num_warps=NUM_WARPS,
+        # said aloud: its default differs between versions of Triton
+        enable_fp_fusion=True,
     )
 
 

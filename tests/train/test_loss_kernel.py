@@ -176,7 +176,7 @@ def test_the_kernel_compiles_for_hopper_without_spilling_into_memory(
             attrs=aligned,
         ),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": loss_kernel.NUM_WARPS},
+        options={"num_warps": loss_kernel.NUM_WARPS, "enable_fp_fusion": True},
     )
     code = compiled.asm["ptx"]
     assert ".local" not in code
