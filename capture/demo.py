@@ -44,8 +44,8 @@ class Size:
 
 
 SIZES = {
-    ("toy", "cpu"): Size(train_prompts=180, eval_prompts=4, max_new_tokens=160, epochs=3),
-    ("toy", "cuda"): Size(train_prompts=180, eval_prompts=4, max_new_tokens=160, epochs=3),
+    ("toy", "cpu"): Size(train_prompts=160, eval_prompts=3, max_new_tokens=160, epochs=6),
+    ("toy", "cuda"): Size(train_prompts=160, eval_prompts=3, max_new_tokens=160, epochs=6),
     # a quarter of an hour on two cores, and a few minutes on a GPU
     ("smollm2", "cpu"): Size(train_prompts=32, eval_prompts=4, max_new_tokens=80, epochs=16),
     ("smollm2", "cuda"): Size(train_prompts=600, eval_prompts=20, max_new_tokens=160, epochs=8),
