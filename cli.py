@@ -110,6 +110,7 @@ def generate(
 @dflash.command()
 @options(("--target", "target.id"), *DATA, ("--store", "store.path"))
 @options(("--hidden-mode", "store.hidden_mode"), ("--last-mode", "store.last_mode"))
+@option("--calibration-from", "capture.calibration_from")
 @option("--force", "capture.force", turns=True)
 @options(*TEMPLATE)
 @click.option("--plan", is_flag=True, help="Count samples, tokens and bytes, and stop.")
@@ -132,6 +133,8 @@ def capture(
     inputs.check_target(run.target.id)
     sources.check(run.data.files)
     inputs.check_store_place(store)
+    if run.capture.calibration_from:
+        _check_store(run.capture.calibration_from)
     devices = _devices(gpus, share_gpu or plan)
     extra = {"kind": devices.kind, "only_count": plan}
     entry = "dflash_pipeline.capture.planning:main"

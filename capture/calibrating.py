@@ -1,7 +1,8 @@
 """Calibrates a store of int8 or int4 rows before its first shard, and judges whether they serve.
 
 Whoever holds the first shard's lease does it, the others wait. What comes out depends on the plan
-and the target alone, so that anybody may take over.
+and the target alone, so that anybody may take over. A calibration taken from another store is
+judged by the samples of this one.
 Letters: S samples, N rows, K captured layers, M rows of `last`, H hidden.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dflash_pipeline.capture.donor import donated
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.schema import CaptureConfig
 from dflash_pipeline.store import guard
@@ -75,7 +77,7 @@ def calibrated(
             time.sleep(IDLE_S)
             continue
         with lease:
-            calibrations, record = _calibrate(store, target, config.force, say, beat)
+            calibrations, record = _calibrate(store, target, config, say, beat)
             # lost: this worker hung, and another one calibrates in its place
             with contextlib.suppress(LeaseLost):
                 publish_calibration(store, calibrations, record, lease)
@@ -85,15 +87,19 @@ def calibrated(
 def _calibrate(
     store: Store,
     target: Target,
-    is_forced: bool,
+    config: CaptureConfig,
     say: Callable[[str], None],
     beat: Callable[[], None],
 ) -> tuple[Calibrations, dict[str, object]]:
     spec = store.spec
     chosen, others = chosen_samples(store.table)
-    say(f"calibrating {spec.hidden_mode} / {spec.last_mode} from {len(chosen)} samples")
-    rows = _rows(store, target, chosen, beat)
-    calibrations = calibrate(rows.hidden_NKH, rows.last_MH, spec.hidden_mode, spec.last_mode)
+    if config.calibration_from:
+        calibrations = donated(config.calibration_from, spec)
+        say(f"calibration of {config.calibration_from} taken over")
+    else:
+        say(f"calibrating {spec.hidden_mode} / {spec.last_mode} from {len(chosen)} samples")
+        rows = _rows(store, target, chosen, beat)
+        calibrations = calibrate(rows.hidden_NKH, rows.last_MH, spec.hidden_mode, spec.last_mode)
     judged = _rows(store, target, others, beat)
     beat()
     layers = guard.layer_reports(judged.hidden_NKH, judged.last_MH, spec.layer_ids, calibrations)
@@ -113,7 +119,13 @@ def _calibrate(
     record = guard.report_record(layers, head, missed)
     for line in guard.report_lines(record | {"missed": []}):
         say(f"calibration: {line}")
-    if missed and not is_forced:
+    if missed and config.calibration_from and not config.force:
+        raise ValueError(
+            f"{'; '.join(missed)}: the calibration of {config.calibration_from} does not serve "
+            "this data; capture into another --store without --calibration-from (this one holds a plan "
+            "and no rows: it may be deleted); --force captures nevertheless"
+        )
+    if missed and not config.force:
         raise ValueError(
             f"{'; '.join(missed)}: the rows of this target should be stored as "
             f"{_offer(spec.hidden_mode, spec.last_mode, missed)}, in another --store (this one "

@@ -21,6 +21,7 @@ from dflash_pipeline.capture.construction import (
     fill_checked,
     store_spec,
 )
+from dflash_pipeline.capture.donor import donor
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped, read
 from dflash_pipeline.capture.settings import recorded, settings_path
@@ -31,7 +32,7 @@ from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.build import estimate_bytes, existing, plan_lock
-from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.table import HELD_OUT
@@ -67,6 +68,8 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             log.say(line)
         return
     files.check_weights()
+    if run.capture.calibration_from:
+        donor(run.capture.calibration_from, store_spec(run, files, kind, files.weight_hash()))
     path = Path(run.store.path)
     with plan_lock(path, wait_s=_LOCK_WAIT_S):
         store = existing(path)
@@ -113,6 +116,7 @@ def check_same(store: Store, run: Run, files: TargetFiles, kind: str, hashed: st
             is_told = name in ("max_len", "overlong")
             if not is_told and value != this_run[section][name]:
                 found.append(f"{section}.{name}: {value!r} and {this_run[section][name]!r}")
+    found += _calibration_differences(store, run)
     if store.attributes.data_hash != hashed and not found:
         found.append("data: the files hold something else than when the store was planned")
     if found:
@@ -120,6 +124,21 @@ def check_same(store: Store, run: Run, files: TargetFiles, kind: str, hashed: st
             f"{run.store.path} is the store of another run, the store and this command differ in "
             f"{'; '.join(found)}: use another --store, or the settings of before"
         )
+
+
+def _calibration_differences(store: Store, run: Run) -> list[str]:
+    """Once a store is calibrated its calibration counts, before that where it shall come from."""
+    path = run.capture.calibration_from
+    if not store.spec.is_calibrated:
+        before = store.attributes.run.get("capture")
+        planned = before.get("calibration_from") if isinstance(before, dict) else None
+        differs = planned is not None and planned != path
+        return [f"capture.calibration_from: {planned!r} and {path!r}"] if differs else []
+    if not path or not store.spec.is_quantised:
+        return []
+    return store.spec.differences(
+        replace(store.spec, calibration_hash=open_store(path).spec.calibration_hash)
+    )
 
 
 def check_generated(run: Run, files: TargetFiles) -> None:

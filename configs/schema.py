@@ -176,6 +176,9 @@ class CaptureConfig:
     """Batches held in host memory on their way to the disk."""
     force: bool = False
     """Capture although int8 or int4 misses its error bounds for this target; the store says so."""
+    calibration_from: str = ""
+    """Store of int8 or int4 rows whose calibration the new one takes over, so that both can be
+    trained on together or merged; empty: the new one is calibrated on its own data."""
     seed: int = 0
     """Seed of the order of batches."""
 

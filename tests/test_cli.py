@@ -94,7 +94,8 @@ def type_line(
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "sitecustomize.py").write_text(STAND_INS)
     (tmp_path / "home").mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    # before what is there, which may name the tree under test
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path / "home")
     for name in ("hs", "x"):

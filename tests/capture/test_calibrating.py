@@ -17,6 +17,7 @@ import torch
 from dflash_pipeline.capture import calibrating, worker
 from dflash_pipeline.capture.calibrating import chosen_samples
 from dflash_pipeline.capture.construction import build_store
+from dflash_pipeline.capture.donor import donor
 from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.planning import check_same
 from dflash_pipeline.capture.samples import Conversation, Dropped
@@ -56,11 +57,11 @@ def _run(target_dir: Path, path: Path, hidden_mode: str, last_mode: str, **chang
     )
 
 
-def _plan(run: Run, kind: str = "cpu") -> None:
-    lengths = np.random.default_rng(0).integers(8, 60, NUM_SAMPLES)
+def _plan(run: Run, kind: str = "cpu", seed: int = 0) -> None:
+    lengths = np.random.default_rng(seed).integers(8, 60, NUM_SAMPLES)
     conversations = [
         Conversation(
-            key=f"sample-{row}",
+            key=f"sample-{seed}-{row}" if seed else f"sample-{row}",
             source=0,
             row=row,
             domain="code" if row == 3 else "chat",
@@ -134,6 +135,66 @@ def test_a_quantised_capture_is_whole_and_near_to_what_the_target_gave(
     check_same(store, run, files, "cpu", "")
     with pytest.raises(UsageError, match="hidden_mode: "):
         check_same(store, replace(run, store=plain.store), files, "cpu", "")
+
+
+def test_a_second_store_takes_over_the_calibration_and_has_the_same_identity(
+    target_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = _run(target_dir, folder / "a", "int4", "int8", force=True)
+    anew = _run(target_dir, folder / "anew", "int4", "int8", force=True)
+    second = _run(
+        target_dir, folder / "b", "int4", "int8", force=True, calibration_from=first.store.path
+    )
+    for seed, run in enumerate((first, anew, second)):
+        _plan(run, seed=seed)
+        _capture(run)
+    assert f"calibration of {first.store.path} taken over" in capsys.readouterr().out
+    stores = [open_store(run.store.path) for run in (first, anew, second)]
+    # other data gives another calibration, so that the equality below says something
+    assert stores[0].spec != stores[1].spec
+    assert stores[0].spec == stores[2].spec
+    assert verify(stores[2].path, deep=True).problems == []
+    # what is reported are the errors on its own data
+    assert stores[0].calibration.report != stores[2].calibration.report
+    files = resolve(second.target)
+    check_same(stores[2], second, files, "cpu", "")
+    other = replace(second, capture=replace(second.capture, calibration_from=anew.store.path))
+    with pytest.raises(UsageError, match="calibration_hash: "):
+        check_same(stores[2], other, files, "cpu", "")
+
+
+def test_a_calibration_that_errs_too_much_on_the_new_data_is_refused(
+    target_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _run(target_dir, folder / "a", "int4", "bf16", force=True)
+    second = _run(target_dir, folder / "b", "int4", "bf16", calibration_from=first.store.path)
+    for seed, run in enumerate((first, second)):
+        _plan(run, seed=seed)
+    _capture(first)
+    strict = {mode: replace(bounds, error_median=1e-4) for mode, bounds in BOUNDS.items()}
+    monkeypatch.setattr("dflash_pipeline.store.guard.BOUNDS", strict)
+    with pytest.raises(ValueError, match=r"layer 0 as int4: .* does not serve this data; capture"):
+        _capture(second)
+    assert not open_store(second.store.path).spec.is_calibrated
+    # where it comes from was planned, and must be said again
+    again = replace(second, capture=replace(second.capture, calibration_from=""))
+    with pytest.raises(UsageError, match=r"capture\.calibration_from: '.*a' and ''"):
+        check_same(open_store(second.store.path), again, resolve(second.target), "cpu", "")
+
+
+def test_a_calibration_of_another_identity_is_refused_with_each_difference(
+    target_dir: Path, folder: Path
+) -> None:
+    first = _run(target_dir, folder / "a", "int8", "int8", force=True)
+    _plan(first)
+    spec = open_store(first.store.path).spec
+    with pytest.raises(UsageError, match="is not calibrated yet"):
+        donor(first.store.path, spec)
+    wanted = replace(spec, hidden_mode="int4", layer_ids=(1, 2, 4), target_hash="other")
+    with pytest.raises(UsageError, match=r"target_hash: .*layer_ids: .*hidden_mode: 'int8' and"):
+        donor(first.store.path, wanted)
+    with pytest.raises(UsageError, match="bf16 / none need no calibration"):
+        donor(first.store.path, replace(spec, hidden_mode="bf16", last_mode="none"))
 
 
 @pytest.mark.gpu
