@@ -122,8 +122,8 @@ def _calibrate(
     if missed and config.calibration_from and not config.force:
         raise ValueError(
             f"{'; '.join(missed)}: the calibration of {config.calibration_from} does not serve "
-            "this data; capture into another --store without --calibration-from (this one holds a plan "
-            "and no rows: it may be deleted); --force captures nevertheless"
+            "this data; capture into another --store without --calibration-from (this one holds a "
+            "plan and no rows: it may be deleted); --force captures nevertheless"
         )
     if missed and not config.force:
         raise ValueError(
