@@ -251,18 +251,44 @@ class LossConfig:
     """Weight of forward KL against the target's distribution; needs `last` in the store."""
     temperature: float = 1.0
     """Temperature of both distributions in the KL term."""
+    tv: float = 0.0
+    """Weight of the total variation between both distributions at temperature 1: the chance that
+    sampling refuses a slot. Needs `last` in the store."""
+    cap_lambda: float = 0.0
+    """Weight of the drafter's entropy where its likeliest token is right (CAP): sharper there,
+    which greedy acceptance does not need and sampled acceptance can lose by."""
+    slot_weights: Literal["gamma", "dpace"] = "gamma"
+    """What a slot weighs: gamma falls with its place in the block, dpace is the drafter's own
+    chance of getting so far (arXiv 2605.18810)."""
     gamma: float = 7.0
-    """Each slot weighs exp(-1/gamma) of the one before (7, 5, 4 for blocks of 16, 10, 8)."""
+    """slot_weights = gamma: each slot weighs exp(-1/gamma) of the one before (7, 5, 4 for blocks of
+    16, 10, 8)."""
+    dpace_alpha: float = 0.5
+    """slot_weights = dpace: share of certainty mixed into each chance, so that no slot weighs 0."""
     position_chunk: int = 1920
     """Drafted positions whose logits exist at the same time (4 bytes x vocabulary each)."""
 
     def __post_init__(self) -> None:
         _need(self.ce >= 0, f"loss.ce must be at least 0, got {self.ce}")
         _need(self.kl >= 0, f"loss.kl must be at least 0, got {self.kl}")
-        _need(self.ce + self.kl > 0, "loss.ce and loss.kl are both 0: nothing to learn")
+        _need(self.tv >= 0, f"loss.tv must be at least 0, got {self.tv}")
+        _need(self.cap_lambda >= 0, f"loss.cap_lambda must be at least 0, got {self.cap_lambda}")
+        _need(
+            self.ce + self.kl + self.tv > 0,
+            "loss.ce, loss.kl and loss.tv are all 0: nothing to learn",
+        )
+        _need(
+            0 <= self.dpace_alpha < 1,
+            f"loss.dpace_alpha must be in [0, 1), got {self.dpace_alpha}",
+        )
         _need(self.temperature > 0, "loss.temperature must be above 0")
         _need(self.gamma > 0, f"loss.gamma must be above 0, got {self.gamma}")
         _need(self.position_chunk >= 1, "loss.position_chunk must be at least 1")
+
+    @property
+    def needs_last(self) -> bool:
+        """Whether a term compares with the target's distribution: the store must hold `last`."""
+        return self.kl > 0 or self.tv > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

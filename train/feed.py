@@ -57,6 +57,7 @@ class Batch:
     slot_R: Tensor
     label_R: Tensor
     weight_R: Tensor
+    """By the slot's place in its block; loss.slot_weights = dpace makes its own."""
     teacher: Teacher | None
     num_blocks: int
     """Without padding."""
@@ -125,7 +126,7 @@ class Feed:
         self._quota = min(run.train.anchors_per_sample, run.train.batch_anchors)
         self._position_chunk = run.loss.position_chunk
         self._weight_S = slot_weights(shape.block_size, run.loss.gamma)
-        self._shape, self._wants_last = shape, run.loss.kl > 0
+        self._shape, self._wants_last = shape, run.loss.needs_last
         first = stores[0]
         sizes = Sizes.of(
             run.train, first.spec, shape, self._wants_last, padded=device.type == "cuda"

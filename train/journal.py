@@ -107,13 +107,12 @@ class Journal:
         num_tokens, num_blocks, num_samples, wait_s = told[len(metrics.sums) : len(shared)].tolist()
         now = time.perf_counter()
         elapsed_s, self._since = now - self._since, now
-        loss = self._run.loss
         record: dict[str, object] = {
             "step": step,
             "epoch": self._drawn[-1][1].epoch,
-            "loss": loss.ce * summary.ce + loss.kl * loss.temperature**2 * summary.kl,
+            "loss": summary.loss,
             "ce": summary.ce,
-            "kl": summary.kl,
+            "entropy": summary.entropy,
             "accuracy_by_slot": list(summary.accuracy_by_slot),
             "accepted": summary.accepted,
             "tau_tf": summary.tau,
@@ -128,6 +127,8 @@ class Journal:
             "host_memory_gib": _host_memory_gib(),
             "time": time.time(),
         }
+        if self._run.loss.needs_last:
+            record |= {"kl": summary.kl, "overlap": summary.overlap}
         self._tell(step, summary, record)
         self._name_bad_steps(health)
         self._drawn.clear()

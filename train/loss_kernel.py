@@ -48,14 +48,13 @@ def _weights(new: tl.tensor, top: tl.tensor, TEMPERATURE: tl.constexpr) -> Any:
 
 @triton.jit(
     do_not_specialize=["first_row", "first_teacher", "num_rows"],
-    do_not_specialize_on_alignment=["label_R", "weight_R", "index_R", "stats_FR"],
+    do_not_specialize_on_alignment=["label_R", "index_R", "stats_FR"],
 )
 def score_kernel(
     logits_PV: tl.tensor,
     target_UV: tl.tensor,
     gradient_PV: tl.tensor,
     label_R: tl.tensor,
-    weight_R: tl.tensor,
     index_R: tl.tensor,
     stats_FR: tl.tensor,
     first_row: tl.tensor,
@@ -65,6 +64,8 @@ def score_kernel(
     GRADIENT_STRIDE: tl.constexpr,
     CE: tl.constexpr,
     KL: tl.constexpr,
+    TV: tl.constexpr,
+    CAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -74,15 +75,17 @@ def score_kernel(
 
     `stats_FR`: correct, ce, kl, entropy, overlap; F such rows of R numbers.
 
-    KL 0: neither `target_UV` nor `index_R` is read. Entropy and overlap are those at temperature 1.
+    KL and TV 0: neither `target_UV` nor `index_R` is read. Entropy, overlap and TV are those at
+    temperature 1. The gradient is that of the row's loss, not weighed.
     """
+    HAS_TARGET: tl.constexpr = KL + TV > 0
     place = tl.program_id(0).to(tl.int64)
     row = place + first_row
     label = tl.load(label_R + row)
     logit = logits_PV + place * V
     gradient = gradient_PV + place * GRADIENT_STRIDE
     target = target_UV
-    if KL > 0:
+    if HAS_TARGET:
         target += (tl.load(index_R + row) - first_teacher).to(tl.int64) * V
     lane = tl.arange(0, TILE)
     # each lane keeps its own statistics: one reduction a row instead of one a tile. Sums are of
@@ -106,7 +109,7 @@ def score_kernel(
         sum_z = sum_z * old + new
         mean_z = mean_z * old + new * z
         likeliest = tl.where(shown_z > top_z, token, likeliest)
-        if KL > 0:
+        if HAS_TARGET:
             if TEMPERATURE != 1:
                 old, new = _weights(shown_z, top_z, TEMPERATURE)
                 hot_z = hot_z * old + new
@@ -129,11 +132,12 @@ def score_kernel(
     at_label = _finish(tl.load(logit + label), MULTIPLIER, SOFT_CAP)
     # the first of equals, as argmax has it
     best = tl.min(tl.where(top_z == largest_z, likeliest, V), axis=0)
+    correct = tl.where(best == label, 1.0, 0.0)
     log_hot_z = log_z
     log_t = 0.0
     log_hot_t = 0.0
     kl = 0.0
-    if KL > 0:
+    if HAS_TARGET:
         if TEMPERATURE != 1:
             share = tl.exp((top_z - largest_z) / TEMPERATURE)
             norm_z = tl.sum(hot_z * share, axis=0)
@@ -150,7 +154,19 @@ def score_kernel(
         # sum of p (log p - log q), with p and q at the temperature
         gap = tl.sum((mean_t - cross) * share, axis=0) / norm_t
         kl = gap / TEMPERATURE - log_hot_t + log_hot_z
-    weight = tl.load(weight_R + row)
+    # the drafter's chance of those tokens that it gives no more than the target does
+    mass_below = 0.0
+    if TV > 0:
+        below = tl.zeros((TILE,), tl.float32)
+        for first in range(0, V, TILE):
+            token = first + lane
+            inside = token < V
+            z = _finish(tl.load(logit + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
+            t = _finish(tl.load(target + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
+            q = tl.exp(z - log_z)
+            p = tl.exp(t - log_t)
+            below += tl.where(inside & (q <= p), q, 0.0)
+        mass_below = tl.sum(below, axis=0)
     overlap = tl.zeros((TILE,), tl.float32)
     for first in range(0, V, TILE):
         token = first + lane
@@ -158,21 +174,26 @@ def score_kernel(
         z = _finish(tl.load(logit + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
         q = tl.exp(z - log_z)
         slope = CE * (q - tl.where(token == label, 1.0, 0.0))
-        if KL > 0:
+        if CAP > 0:
+            slope -= CAP * correct * q * (z - log_z + entropy)
+        if HAS_TARGET:
             t = _finish(tl.load(target + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
             p = tl.exp(t - log_t)
             overlap += tl.where(inside, tl.minimum(p, q), 0.0)
+            if TV > 0:
+                slope += TV * q * (mass_below - tl.where(q <= p, 1.0, 0.0))
             if TEMPERATURE != 1:
                 q = tl.exp(z / TEMPERATURE - log_hot_z)
                 p = tl.exp(t / TEMPERATURE - log_hot_t)
-            slope += (KL * TEMPERATURE) * (q - p)
+            if KL > 0:
+                slope += (KL * TEMPERATURE) * (q - p)
         if SOFT_CAP > 0:
             slope *= 1 - (z / SOFT_CAP) * (z / SOFT_CAP)
-        slope *= weight * MULTIPLIER
+        slope *= MULTIPLIER
         tl.debug_barrier()
         tl.store(gradient + token, slope.to(gradient.dtype.element_ty), mask=inside)
     stats = stats_FR + row
-    tl.store(stats, tl.where(best == label, 1.0, 0.0))
+    tl.store(stats, correct)
     tl.store(stats + num_rows, log_z - at_label)
     tl.store(stats + 2 * num_rows, kl)
     tl.store(stats + 3 * num_rows, entropy)
@@ -189,7 +210,6 @@ def score_rows(
     target_UV: torch.Tensor | None,
     gradient_PV: torch.Tensor,
     label_R: torch.Tensor,
-    weight_R: torch.Tensor,
     index_R: torch.Tensor | None,
     stats_FR: torch.Tensor,
     first_row: int,
@@ -206,7 +226,6 @@ def score_rows(
         logits_PV if target_UV is None else target_UV,
         gradient_PV,
         label_R,
-        weight_R,
         label_R if index_R is None else index_R,
         stats_FR,
         first_row,
@@ -221,13 +240,15 @@ def score_rows(
 
 
 def score_constants(
-    vocab_size: int, config: LossConfig, multiplier: float, soft_cap: float, has_teacher: bool
+    vocab_size: int, config: LossConfig, multiplier: float, soft_cap: float
 ) -> dict[str, Any]:
     """The kernel's compile-time arguments but the stride: fixed for a run."""
     return {
         "V": vocab_size,
         "CE": float(config.ce),
-        "KL": float(config.kl) if has_teacher else 0.0,
+        "KL": float(config.kl),
+        "TV": float(config.tv),
+        "CAP": float(config.cap_lambda),
         "TEMPERATURE": float(config.temperature),
         "MULTIPLIER": float(multiplier),
         "SOFT_CAP": float(soft_cap),

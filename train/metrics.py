@@ -15,17 +15,24 @@ from torch import Tensor
 
 from dflash_pipeline.train.loss import RowStats
 
-# weight, weighted ce, weighted kl, rows, accepted slots, blocks
-NUM_SUMS = 6
+# weight; loss, ce, kl, entropy, overlap, each times it; rows, accepted slots, blocks
+NUM_SUMS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What a log line says about the steps since the last one."""
 
+    loss: float
+    """Weighted mean of what is minimised, as all of these."""
     ce: float
-    """Weighted mean cross-entropy, in nats."""
+    """Cross-entropy, in nats."""
     kl: float
+    """To the target, at the loss's temperature; 0 where no term needs the target."""
+    entropy: float
+    """Of the drafter's distribution, in nats."""
+    overlap: float
+    """Chance that sampling accepts a slot, 1 - TV; 0 where no term needs the target."""
     weight: float
     num_rows: int
     num_blocks: int
@@ -52,6 +59,7 @@ class Metrics:
     @torch.no_grad()
     def add(
         self,
+        loss_R: Tensor,
         stats: RowStats,
         row_R: Tensor,
         slot_R: Tensor,
@@ -66,11 +74,11 @@ class Metrics:
         sums = self.sums
         wide = weight_R.double()
         sums[0] += wide.sum()
-        sums[1] += (stats.ce_R * wide).sum()
-        sums[2] += (stats.kl_R * wide).sum()
-        sums[3] += len(row_R)
-        sums[4] += prefix_AS.sum(dtype=torch.float64)
-        sums[5] += num_blocks
+        means = (loss_R, stats.ce_R, stats.kl_R, stats.entropy_R, stats.overlap_R)
+        sums[1:6] += torch.stack(means).double() @ wide
+        sums[6] += len(row_R)
+        sums[7] += prefix_AS.sum(dtype=torch.float64)
+        sums[8] += num_blocks
         correct, count = self._by_slot(sums)
         correct.index_add_(0, slot_R - 1, stats.correct_R.double())
         count.index_add_(0, slot_R - 1, torch.ones_like(wide))
@@ -80,11 +88,15 @@ class Metrics:
 
     def summary(self, sums: Tensor) -> Summary:
         """Divide sums that were already brought to the host (and added up over ranks)."""
-        weight, ce, kl, num_rows, accepted, num_blocks = sums[:NUM_SUMS].tolist()
+        weight, *means, num_rows, accepted, num_blocks = sums[:NUM_SUMS].tolist()
+        loss, ce, kl, entropy, overlap = (mean / max(weight, 1e-30) for mean in means)
         correct, count = self._by_slot(sums)
         return Summary(
-            ce=ce / max(weight, 1e-30),
-            kl=kl / max(weight, 1e-30),
+            loss=loss,
+            ce=ce,
+            kl=kl,
+            entropy=entropy,
+            overlap=overlap,
             weight=weight,
             num_rows=int(num_rows),
             num_blocks=int(num_blocks),

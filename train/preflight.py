@@ -48,10 +48,10 @@ def check_stores(run: Run, stores: Sequence[Store]) -> None:
                 f"{first.path} and {other.path} have different mask tokens: "
                 f"{first.attributes.mask_token_id} and {other.attributes.mask_token_id}"
             )
-    if run.loss.kl > 0 and not first.spec.has_last:
+    if run.loss.needs_last and not first.spec.has_last:
         raise UsageError(
-            f"loss.kl is {run.loss.kl:g} but {first.path} holds no `last` states: capture again "
-            "with store.last_mode=bf16, or set loss.kl=0"
+            f"loss.kl is {run.loss.kl:g} and loss.tv {run.loss.tv:g}, but {first.path} holds no "
+            "`last` states: capture again with store.last_mode=bf16, or set both to 0"
         )
     for store in stores:
         if not store.is_sealed and not run.train.follow:
@@ -142,7 +142,7 @@ def _batch(run: Run, shape: DrafterShape, generator: torch.Generator) -> Batch:
         slot_R=torch.from_numpy(blocks.slot_R),
         label_R=torch.from_numpy(blocks.label_R),
         weight_R=torch.from_numpy(blocks.weight_R),
-        teacher=teacher if run.loss.kl > 0 else None,
+        teacher=teacher if run.loss.needs_last else None,
         num_blocks=len(blocks.anchor_A),
         samples=np.zeros(1, np.int64),
     )

@@ -5,10 +5,13 @@ Shape letters: N packed tokens, A anchors, S slots, Q = A x S, R drafted rows th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from dflash_pipeline.configs.schema import LossConfig
+from dflash_pipeline.train.dpace import dpace_weights
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.head import TargetHead
@@ -27,21 +30,46 @@ def learn(
     metrics: Metrics,
 ) -> None:
     """Add a batch's gradient, sums and metrics; nothing waits for the device."""
-    loss_sum, stats = score(batch, drafter, head, config)
+    scored = score(batch, drafter, head, config)
+    loss_sum = (scored.loss_R * scored.weight_R).sum()
     loss_sum.backward()
-    optimizer.add(loss_sum.detach(), batch.weight_R.sum())
+    optimizer.add(loss_sum.detach(), scored.weight_R.sum())
     metrics.add(
-        stats, batch.row_R, batch.slot_R, batch.weight_R, len(batch.anchor_A), batch.num_blocks
+        scored.loss_R.detach(),
+        scored.stats,
+        batch.row_R,
+        batch.slot_R,
+        scored.weight_R,
+        len(batch.anchor_A),
+        batch.num_blocks,
     )
 
 
-def score(
-    batch: Batch, drafter: Drafter, head: TargetHead, config: LossConfig
-) -> tuple[Tensor, RowStats]:
-    """The loss, summed over the rows of a batch, and what each row was right about."""
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The rows of a batch that carry loss."""
+
+    loss_R: Tensor
+    """fp32, not weighed."""
+    weight_R: Tensor
+    stats: RowStats
+
+
+def score(batch: Batch, drafter: Drafter, head: TargetHead, config: LossConfig) -> Scored:
+    """The loss of each row of a batch, what it weighs, and what it was right about."""
     hidden_QH = draft_blocks(batch, drafter, head)
     hidden_RH = hidden_QH.index_select(0, batch.row_R)
-    return chunked_loss(hidden_RH, head, batch.label_R, batch.weight_R, batch.teacher, config)
+    loss_R, stats = chunked_loss(hidden_RH, head, batch.label_R, batch.teacher, config)
+    weight_R = batch.weight_R
+    if config.slot_weights == "dpace":
+        weight_R = dpace_weights(
+            stats.ce_R,
+            batch.row_R,
+            len(batch.anchor_A),
+            drafter.shape.block_size,
+            config.dpace_alpha,
+        )
+    return Scored(loss_R, weight_R, stats)
 
 
 def draft_blocks(batch: Batch, drafter: Drafter, head: TargetHead) -> Tensor:

@@ -239,14 +239,13 @@ def check(bench: Bench) -> None:
         spans = teacher_spans(index_R, 96)
         index = torch.from_numpy(index_R).to(bench.device)
         rows = hidden_RH.clone().requires_grad_()
-        total, _ = chunked_loss(
-            rows, head, label_R, weight_R, Teacher(state_UH, index, spans), chunk
-        )
+        teacher = Teacher(state_UH, index, spans)
+        loss_R, _ = chunked_loss(rows, head, label_R, teacher, chunk)
+        total = (loss_R * weight_R).sum()
         total.backward()
         exact = hidden_RH.double().requires_grad_()
-        truth = reference_loss(
-            exact, exact_head, label_R, weight_R, Teacher(state_UH.double(), index, spans), chunk
-        )
+        teacher = Teacher(state_UH.double(), index, spans)
+        truth = (reference_loss(exact, exact_head, label_R, teacher, chunk) * weight_R).sum()
         truth.backward()
         assert rows.grad is not None
         assert exact.grad is not None
@@ -353,8 +352,8 @@ def _loss_figures(
             config: LossConfig = config,
         ) -> None:
             batch, row = batches[turn % 2], rows[turn % 2]
-            total, _ = chunked_loss(row, head, batch.label_R, batch.weight_R, batch.teacher, config)
-            total.backward()
+            loss_R, _ = chunked_loss(row, head, batch.label_R, batch.teacher, config)
+            (loss_R * batch.weight_R).sum().backward()
             row.grad = None
 
         ms = bench.ms(once)
@@ -439,7 +438,7 @@ def _batch(
         last_rows="all",
     )
     teacher = None
-    if config.kl:
+    if config.needs_last:
         unique_U, index_R = np.unique(blocks.teacher_R, return_inverse=True)
         teacher = Teacher(
             bench.random(len(unique_U), shape.hidden_size),
@@ -513,7 +512,8 @@ def _bare(
     batches = [_batch(bench, shape, config, seed, with_features=True) for seed in range(3)]
 
     def once(turn: int) -> None:
-        total, _ = score(batches[turn % 3], drafter, head, config)
+        scored = score(batches[turn % 3], drafter, head, config)
+        total = (scored.loss_R * scored.weight_R).sum()
         total.backward()
         for parameter in drafter.parameters():
             parameter.grad = None
@@ -640,7 +640,7 @@ def compiled(bench: Bench) -> None:
     with _compiled_rows(bench):
         begin = bench.elapsed_s
         batch = _batch(bench, drafter.shape, CE, 0, with_features=True)
-        score(batch, drafter, head, CE)[0].backward()
+        score(batch, drafter, head, CE).loss_R.sum().backward()
         bench.tell("compiling the row side", s=bench.elapsed_s - begin)
         for name, config in OBJECTIVES.items():
             told = f"step 8B compiled rows {name}"
@@ -696,17 +696,16 @@ def kernel(bench: Bench) -> None:
     target_UV = torch.randn(teachers, vocab, device=bench.device)
     slope_PV = torch.empty(rows, vocab, device=bench.device, dtype=bench.dtype)
     label_R = torch.randint(vocab, (rows,), device=bench.device)
-    weight_R = torch.rand(rows, device=bench.device)
     index_R = torch.arange(rows, device=bench.device) * teachers // rows
     stats_FR = torch.empty(5, rows, device=bench.device)
     tiles = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16))
     for (tile, warps), (name, config) in itertools.product(tiles, OBJECTIVES.items()):
-        has_teacher = config.kl > 0
+        has_teacher = config.needs_last
         with (
             patch.object(loss_kernel, "TILE", tile),
             patch.object(loss_kernel, "NUM_WARPS", warps),
         ):
-            constants = loss_kernel.score_constants(vocab, config, 1.0, 0.0, has_teacher)
+            constants = loss_kernel.score_constants(vocab, config, 1.0, 0.0)
 
             def once(
                 turn: int,
@@ -718,7 +717,6 @@ def kernel(bench: Bench) -> None:
                     target_UV if has_teacher else None,
                     slope_PV,
                     label_R,
-                    weight_R,
                     index_R if has_teacher else None,
                     stats_FR,
                     0,

@@ -29,6 +29,9 @@ CONFIGS = {
     "both": LossConfig(ce=0.3, kl=0.7),
     "hot": LossConfig(ce=0.3, kl=0.7, temperature=2.5),
     "cold": LossConfig(ce=0.0, kl=0.7, temperature=0.5),
+    "tv": LossConfig(ce=0.0, tv=1.2),
+    "cap": LossConfig(ce=0.4, cap_lambda=0.8),
+    "all": LossConfig(ce=0.3, kl=0.7, tv=0.5, cap_lambda=0.2, temperature=1.7),
 }
 ROWS, TEACHERS, HIDDEN, CHUNK = 11, 6, 16, 4
 
@@ -102,13 +105,13 @@ def compare(name: str, vocab_size: int, soft_cap: float, dtype: torch.dtype, dev
     # some rows are right, and the last token counts like any other
     label_R[:3] = (exact.detach()[:3] @ truth_head.weight_VH.t()).argmax(-1)
     label_R[3] = vocab_size - 1
-    truth = reference_loss(
-        exact, truth_head, label_R, weight_R, Teacher(state_UH.double(), index, spans), config
-    )
+    exact_teacher = Teacher(state_UH.double(), index, spans)
+    loss_R = reference_loss(exact, truth_head, label_R, exact_teacher, config)
+    truth = (loss_R * weight_R).sum()
     truth.backward()
     wanted = _stats(
         exact.detach(),
-        state_UH.double()[index] if config.kl else None,
+        state_UH.double()[index] if config.needs_last else None,
         truth_head,
         label_R,
         config.temperature,
@@ -118,9 +121,8 @@ def compare(name: str, vocab_size: int, soft_cap: float, dtype: torch.dtype, dev
     teacher = Teacher(state_UH.to(device), index.to(device), spans)
     head = TargetHead(head_VH.to(device), None, shape)
     with patch.object(loss, "_has_kernel", lambda _logits: True):
-        total, stats = chunked_loss(
-            rows, head, label_R.to(device), weight_R.to(device), teacher, config
-        )
+        loss_R, stats = chunked_loss(rows, head, label_R.to(device), teacher, config)
+    total = (loss_R * weight_R.to(device)).sum()
     (total / 3).backward()
     torch.testing.assert_close(total.detach().cpu().double(), truth.detach(), rtol=1e-5, atol=1e-5)
     found = (stats.correct_R, stats.ce_R, stats.kl_R, stats.entropy_R, stats.overlap_R)
@@ -140,7 +142,13 @@ def test_the_kernel_equals_fp64_in_the_interpreter():
 
 @pytest.mark.parametrize(
     ("name", "vocab_size", "soft_cap", "bits"),
-    [("ce", 151936, 0.0, 16), ("hot", 151936, 0.0, 16), ("both", 1003, 30.0, 32)],
+    [
+        ("ce", 151936, 0.0, 16),
+        ("hot", 151936, 0.0, 16),
+        ("both", 1003, 30.0, 32),
+        ("tv", 151936, 0.0, 16),
+        ("all", 248320, 30.0, 16),
+    ],
 )
 def test_the_kernel_compiles_for_hopper_without_spilling_into_memory(
     name, vocab_size, soft_cap, bits, monkeypatch, tmp_path
@@ -153,14 +161,13 @@ def test_the_kernel_compiles_for_hopper_without_spilling_into_memory(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = CONFIGS[name]
-    constants = loss_kernel.score_constants(vocab_size, config, 1.0, soft_cap, config.kl > 0)
+    constants = loss_kernel.score_constants(vocab_size, config, 1.0, soft_cap)
     constants["GRADIENT_STRIDE"] = 2 * vocab_size if bits == 16 else vocab_size
     kinds = {
         "logits_PV": "*fp32",
         "target_UV": "*fp32",
         "gradient_PV": "*bf16" if bits == 16 else "*fp32",
         "label_R": "*i64",
-        "weight_R": "*fp32",
         "index_R": "*i64",
         "stats_FR": "*fp32",
         "first_row": "i32",

@@ -18,7 +18,8 @@ from dflash_pipeline.train.shape import DrafterShape
 def test_every_kind_of_drafter_is_rehearsed(
     train_run: Callable[..., Run], place: Place, shape: DrafterShape
 ) -> None:
-    run = replace(train_run(), loss=LossConfig(ce=0.5, kl=0.5, temperature=2.0))
+    loss = LossConfig(ce=0.5, kl=0.5, temperature=2.0, tv=0.3, cap_lambda=0.1, slot_weights="dpace")
+    run = replace(train_run(), loss=loss)
     for block_size, window in ((2, 0), (16, 0), (10, 6)):
         kinds = ("sliding_attention",) * 4 + ("full_attention",) if window else shape.layer_types
         changed = replace(
@@ -49,8 +50,11 @@ def test_stores_of_different_targets_are_refused_with_the_differences(
         check_stores(train_run(), [whole_store, other])
 
 
-def test_kl_needs_last_states(train_run: Callable[..., Run], whole_store: Store) -> None:
+@pytest.mark.parametrize("loss", [LossConfig(kl=1.0), LossConfig(tv=1.0)])
+def test_the_targets_distribution_needs_last_states(
+    loss: LossConfig, train_run: Callable[..., Run], whole_store: Store
+) -> None:
     whole_store.spec = replace(whole_store.spec, last_mode="none")
-    run = replace(train_run(), loss=LossConfig(kl=1.0))
-    with pytest.raises(UsageError, match=r"loss\.kl is 1 .*store\.last_mode=bf16"):
+    run = replace(train_run(), loss=loss)
+    with pytest.raises(UsageError, match=r"loss\.kl is .*loss\.tv .*store\.last_mode=bf16"):
         check_stores(run, [whole_store])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -97,9 +98,15 @@ def _samples(store: Store) -> list[int]:
 
 
 @pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("slot_weights", ["gamma", "dpace"])
 def test_packing_and_padding_change_neither_loss_nor_gradient(
-    window: int, whole_store: Store, shape: DrafterShape, batch_of: Callable[..., BatchOf]
+    slot_weights: Literal["gamma", "dpace"],
+    window: int,
+    whole_store: Store,
+    shape: DrafterShape,
+    batch_of: Callable[..., BatchOf],
 ) -> None:
+    config = replace(LOSS, slot_weights=slot_weights)
     if window:
         kinds = ("sliding_attention", "full_attention")
         shape = replace(shape, layer_types=kinds, sliding_window=window)
@@ -115,7 +122,8 @@ def test_packing_and_padding_change_neither_loss_nor_gradient(
         for members in batches:
             with lend(members) as batch:
                 assert len(batch.anchor_A) == (64 if padded else batch.num_blocks)
-                loss, _ = score(batch, drafter, head, LOSS)
+                scored = score(batch, drafter, head, config)
+                loss = (scored.loss_R * scored.weight_R).sum()
                 loss.backward()
                 total += float(loss.detach())
         grads = [parameter.grad.clone() for parameter in drafter.parameters()]
