@@ -143,12 +143,13 @@ def capture(
         with _scratch_logs("plan") as logs:
             code = _stage(entry, run, ONE_CPU, "plan", logs, extra, True)
         return _end(code, shlex.join(one for one in _words() if one != "--plan"), _this_line())
-    logs = f"{store}.logs"
-    code = _stage(entry, run, ONE_CPU, "plan", logs, extra, True)
+    logs, is_alone = f"{store}.logs", len(devices.ids) == 1
+    code = 0 if is_alone else _stage(entry, run, ONE_CPU, "plan", logs, extra, True)
     if code == 0:
         click.echo(f"capture: {store} on {devices}")
-        entry = "dflash_pipeline.capture.worker:main"
-        code = _stage(entry, run, devices, "capture", logs, {}, share_gpu)
+        module, function = ("planning", "plan_and_capture") if is_alone else ("worker", "main")
+        entry = f"dflash_pipeline.capture.{module}:{function}"
+        code = _stage(entry, run, devices, "capture", logs, extra, share_gpu)
     return _end(code, f"dflash train --store {shlex.quote(store)}{_config(config)}", _this_line())
 
 

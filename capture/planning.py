@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
-from dflash_pipeline.capture import preflight, sources
+from dflash_pipeline.capture import preflight, sources, worker
 from dflash_pipeline.capture.construction import (
     arranged,
     build_store,
@@ -85,6 +85,14 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         counted = _counted(chain(first, conversations), dropped, log)
         store = build_store(run, files, kind, counted, dropped, hashed, place.threads, log.say)
         log.say(f"planned {len(store.table)} samples in {sum(store.layout.num_shards)} shards")
+
+
+def plan_and_capture(run: Run, place: Place, extra: dict[str, object]) -> None:
+    """Both in the one process of a capture on one device: it starts once, not twice."""
+    # before the trial capture of the plan, which uses torch already
+    worker.prepare_torch(place)
+    main(run, place, extra)
+    worker.main(run, place, {})
 
 
 def data_hash(run: Run) -> str:

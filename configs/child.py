@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -50,8 +52,7 @@ def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
     state, error, code = "failed", "", 1
     try:
         write_status(place.log_dir, new_status(place.stage, place.rank, place.device))
-        module, _, function = entry.partition(":")
-        getattr(importlib.import_module(module), function)(run, place, extra)
+        _load(entry)(run, place, extra)
         state, code = "done", 0
     except KeyboardInterrupt:
         _log("stopped")
@@ -63,6 +64,24 @@ def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
         _report(error)
     end_status(place.log_dir, place.stage, place.rank, state, error)
     return code
+
+
+def _load(entry: str) -> Callable[[Run, Place, dict[str, Any]], None]:
+    """The function that `module:function` names.
+
+    What an import makes stays for good: the collector is kept from looking for garbage in it, now
+    and when the process ends. With torch and transformers that is 4 of 10 seconds of a start.
+    """
+    module, _, function = entry.partition(":")
+    gc.disable()
+    try:
+        loaded: Callable[[Run, Place, dict[str, Any]], None] = getattr(
+            importlib.import_module(module), function
+        )
+    finally:
+        gc.freeze()
+        gc.enable()
+    return loaded
 
 
 def one_line(error: BaseException) -> str:

@@ -64,6 +64,7 @@ class Finder:
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
         module.main = stage(spec.name.removeprefix("dflash_pipeline."))
+        module.plan_and_capture = module.main
         module.open_target = None
         return module
 
@@ -178,6 +179,14 @@ def test_both_stages_meet_on_one_gpu_only_by_share_gpu(
         assert type_line("dflash train --gpus 1 --share-gpu").code == 0
 
 
+def test_on_one_device_one_process_plans_and_captures(type_line: Callable[..., Ended]) -> None:
+    _ready_file()
+    (call,) = type_line("dflash capture --gpus cpu").calls
+    assert call["entry"] == "capture.planning"
+    assert call["place"]["stage"] == "capture"
+    assert call["extra"] == {"kind": "cpu", "only_count": False}
+
+
 def test_capture_plan_counts_and_leaves_nothing_behind(type_line: Callable[..., Ended]) -> None:
     _ready_file()
     ended = type_line("dflash capture --plan --gpus cpu")
@@ -259,7 +268,7 @@ def test_a_stage_that_fails_is_exit_code_1_and_the_next_one_does_not_start(
 ) -> None:
     monkeypatch.setenv("FAILS", "capture.planning")
     _ready_file()
-    ended = type_line("dflash capture --gpus cpu")
+    ended = type_line("dflash capture --gpus cpu:2")
     assert ended.code == 1
     assert ended.err == "error: it did not work (log: hs.logs/plan-0.log)\n"
     assert [one["entry"] for one in ended.calls] == ["capture.planning"]

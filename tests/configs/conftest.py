@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 STAGES = """
 import os, signal, sys, time
+import os
 from pathlib import Path
 from dflash_pipeline.configs.errors import UsageError
 
@@ -22,6 +24,11 @@ def work(run, place, extra):
     log.progress(1, 2, "samples")
     log.progress(2, 2, "samples", loss=1.5)
     print("printed by the stage", file=sys.stderr)
+
+def collects(run, place, extra):
+    import gc
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    RunLog(place).say(f"collects: {enabled}, spares its imports: {frozen > 1000}")
 
 def first_fails(run, place, extra):
     if place.rank == 0:
@@ -70,5 +77,5 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "stand_ins.py").write_text(STAGES)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return "stand_ins"

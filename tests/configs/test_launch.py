@@ -103,6 +103,14 @@ def test_an_entry_that_does_not_exist_fails_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_the_collector_spares_what_a_stage_imported_and_collects_the_rest(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = Devices("cpu", (0,))
+    assert launch(f"{stages}:collects", Run(), one, "eval", str(tmp_path), {}) == 0
+    assert "collects: True, spares its imports: True" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("behaviour", ["wait", "stops_by_itself"])
 def test_ctrl_c_stops_every_process_and_is_exit_code_130(
     behaviour: str, stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
