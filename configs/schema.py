@@ -390,6 +390,10 @@ class TrainConfig:
     """Steps between replays of held-out samples; 0: only at the end."""
     validate_samples: int = 64
     """Held-out samples replayed, at most."""
+    patience: int = 0
+    """Validations in a row without a gain after which the run ends early; 0: it never does."""
+    min_gain: float = 0.01
+    """How much tau must rise to count as a gain; any rise makes a checkpoint the best."""
     max_bad_steps: int = 20
     """Steps in a row without a finite loss and gradient before the run fails."""
     timeout_s: float = 600.0
@@ -404,6 +408,12 @@ class TrainConfig:
         _need(self.max_steps >= 0, "train.max_steps must be at least 0")
         _need(self.validate_every >= 0, "train.validate_every must be at least 0")
         _need(self.validate_samples >= 1, "train.validate_samples must be at least 1")
+        _need(self.patience >= 0, f"train.patience must be at least 0, got {self.patience}")
+        _need(self.min_gain >= 0, f"train.min_gain must be at least 0, got {self.min_gain}")
+        _need(
+            not self.patience or self.validate_every > 0,
+            "train.patience counts validations: set train.validate_every above 0",
+        )
         _need(self.timeout_s > 0, f"train.timeout_s must be above 0, got {self.timeout_s}")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_pipeline.configs.errors import UsageError
@@ -31,6 +31,7 @@ from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.export import write_zlab
 from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.tensorfile import write_tensors
 
 RUN_FILE = "run.json"
 _STATE = "state"
@@ -46,6 +47,8 @@ _FREE = (
     "keep",
     "validate_every",
     "validate_samples",
+    "patience",
+    "min_gain",
     "max_bad_steps",
     "timeout_s",
 )
@@ -63,6 +66,10 @@ class Progress:
     best_tau: float
     """Of the best validation so far; 0: none."""
     best_step: int
+    plateau_tau: float
+    """Of the last validation that counted as a gain (train.min_gain)."""
+    num_stale: int
+    """Validations since then."""
 
 
 def begin(out: Path, run: Run, stores: Sequence[Store], resume: bool) -> None:
@@ -141,23 +148,25 @@ def step_directory(out: Path, step: int) -> Path:
 def save(
     out: Path,
     shape: DrafterShape,
-    masters: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
     progress: Progress,
 ) -> Path:
-    """Write OUT/step-..., whole or not at all, and let OUT/last point to it."""
+    """Write OUT/step-..., whole or not at all, and let OUT/last point to it.
+
+    `state`, in host memory: what `Optimizer.state` gave, and `rng`, torch's CPU generator.
+    """
     final = step_directory(out, progress.step)
     aside = out / f".{final.name}"
     # left by a process that died while writing
     shutil.rmtree(aside, ignore_errors=True)
+    prefix = "master."
+    masters = {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
     write_zlab(aside, shape, masters)
     folder = aside / _STATE
     folder.mkdir()
-    tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
-    tensors["rng"] = torch.get_rng_state()
-    save_file(tensors, folder / "state.safetensors")
+    write_tensors(folder / "state.safetensors", state, {})
     _write_json(folder / "state.json", asdict(progress))
-    for path in (folder / "state.safetensors", folder, aside):
+    for path in (folder, aside):
         durable.sync(path)
     if final.exists():
         # the same step again, after a resume from an earlier one

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
@@ -26,6 +26,7 @@ from dflash_pipeline.store import durable, open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import layout
 from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
+from dflash_pipeline.train.tensorfile import write_tensors
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -198,8 +199,8 @@ def _write(
     aside.mkdir()
     try:
         (aside / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
-        save_file(dict(tensors), aside / _WEIGHTS, metadata={"format": "pt"})
-        for file in (aside / "config.json", aside / _WEIGHTS, aside):
+        write_tensors(aside / _WEIGHTS, tensors, {"format": "pt"})
+        for file in (aside / "config.json", aside):
             durable.sync(file)
         if (again := read_checkpoint(aside).shape) != shape:
             raise ValueError(f"{path} reads back as {again}, expected {shape}")

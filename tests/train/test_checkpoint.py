@@ -24,9 +24,13 @@ from dflash_pipeline.train.shape import DrafterShape
 def _save(out: Path, shape: DrafterShape, step: int) -> Path:
     drafter = Drafter(shape)
     drafter.initialise(step)
-    masters = {name: tensor.detach() for name, tensor in drafter.named_parameters()}
-    state = {f"master.{name}": tensor for name, tensor in masters.items()}
-    return checkpoint.save(out, shape, masters, state, Progress(step, Position(1, 0, 4), 2.5, step))
+    state = {f"master.{name}": tensor.detach() for name, tensor in drafter.named_parameters()}
+    state["rng"] = torch.get_rng_state()
+    return checkpoint.save(out, shape, state, _progress(step))
+
+
+def _progress(step: int) -> Progress:
+    return Progress(step, Position(1, 0, 4), 2.5, step, 2.25, 1)
 
 
 def test_a_checkpoint_is_servable_and_holds_the_state(tmp_path: Path, shape: DrafterShape) -> None:
@@ -36,7 +40,7 @@ def test_a_checkpoint_is_servable_and_holds_the_state(tmp_path: Path, shape: Dra
     assert read_checkpoint(tmp_path).path.resolve() == path
     torch.rand(5)
     progress, state = checkpoint.load(path, torch.device("cpu"))
-    assert progress == Progress(7, Position(1, 0, 4), 2.5, 7)
+    assert progress == _progress(7)
     drafter = Drafter(shape)
     drafter.initialise(7)
     assert torch.equal(state["master.norm.weight"], drafter.norm.weight)
@@ -58,17 +62,17 @@ def test_half_a_checkpoint_is_never_taken_for_a_whole_one(
     tmp_path: Path, shape: DrafterShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _save(tmp_path, shape, 1)
-    before = checkpoint.save_file
+    before = checkpoint.write_tensors
 
     def dies(*_arguments: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", dies)
+    monkeypatch.setattr(checkpoint, "write_tensors", dies)
     with pytest.raises(OSError, match="No space"):
         _save(tmp_path, shape, 2)
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000001"
     assert (tmp_path / "last").readlink() == Path("step-00000001")
-    monkeypatch.setattr(checkpoint, "save_file", before)
+    monkeypatch.setattr(checkpoint, "write_tensors", before)
     _save(tmp_path, shape, 2)
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000002"
     # the same step once more, as after a resume from step 1

@@ -27,6 +27,7 @@ from dflash_pipeline.train.export import (
     write_zlab,
 )
 from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
+from dflash_pipeline.train.tensorfile import write_tensors
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -214,13 +215,13 @@ def test_an_existing_directory_is_left_alone(tmp_path: Path) -> None:
 def test_a_disk_that_changes_a_byte_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bad_save(written: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
-        save_file(written, path, metadata=metadata)
+    def bad_write(path: Path, written: dict[str, torch.Tensor], metadata: Any) -> None:
+        write_tensors(path, written, metadata)
         damaged = bytearray(path.read_bytes())
         damaged[-1] ^= 1
         path.write_bytes(damaged)
 
-    monkeypatch.setattr(export, "save_file", bad_save)
+    monkeypatch.setattr(export, "write_tensors", bad_write)
     with pytest.raises(ValueError, match="came back from the disk changed"):
         write_zlab(tmp_path / "out", shape(), tensors(shape()))
     assert not list(tmp_path.iterdir())

@@ -20,7 +20,7 @@ from dflash_pipeline.configs.schema import EvalConfig, LossConfig, Run, StoreCon
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store.access import Plain
 from dflash_pipeline.store.reader import Store, open_store
-from dflash_pipeline.train import evaluate, worker
+from dflash_pipeline.train import evaluate, setup
 from dflash_pipeline.train.decode import as_stored
 from dflash_pipeline.train.feed import Feed
 from dflash_pipeline.train.follow import Order
@@ -123,7 +123,7 @@ def test_a_trainer_waits_for_the_calibration_and_says_so(
     said: list[str] = []
     log: Any = SimpleNamespace(say=said.append, state=said.append)
     wish: Any = SimpleNamespace(is_asked=lambda: len(said) > 500)
-    monkeypatch.setattr(worker, "IDLE_S", 0.01)
+    monkeypatch.setattr(setup, "IDLE_S", 0.01)
 
     def calibrate_later() -> None:
         while "waiting" not in said:
@@ -132,7 +132,7 @@ def test_a_trainer_waits_for_the_calibration_and_says_so(
 
     thread = threading.Thread(target=calibrate_later)
     thread.start()
-    found = worker._await_calibration(str(planned.path), Run(), log, wish)
+    found = setup._await_calibration(str(planned.path), Run(), log, wish)
     thread.join()
     assert found.spec.is_calibrated
     assert "has calibrated int4" in said[0]

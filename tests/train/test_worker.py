@@ -22,7 +22,7 @@ from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.place import POISON_VARIABLE, Place
 from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.train import worker
+from dflash_pipeline.train import setup, worker
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import write_speculators
 from dflash_pipeline.train.follow import Draw
@@ -104,13 +104,13 @@ def test_a_run_may_begin_from_a_speculators_checkpoint_of_others(
     # no key of that layout
     del config["transformer_layer_config"]["num_target_layers"]
     (path / "config.json").write_text(json.dumps(config))
-    worker._take_over(second, str(path))
+    setup.take_over(second, str(path))
     for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
         assert torch.equal(mine, theirs.bfloat16().float())
     config["transformer_layer_config"]["rms_norm_eps"] = 1e-5
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match="rms_norm_eps 1e-05, wanted 1e-06"):
-        worker._take_over(second, str(path))
+        setup.take_over(second, str(path))
 
 
 def test_a_killed_run_goes_on_bit_by_bit(
@@ -167,6 +167,26 @@ def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on_bit_by_bit(
     assert (out / "last").readlink() == Path("step-00000005")
     worker.main(run, place, AGAIN)
     assert _files(out / "last") == _files(tmp_path / "whole" / "last")
+
+
+def test_a_plateau_ends_a_run_and_a_validation_repeats_to_the_last_bit(
+    whole_store: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> None:
+    # no step changes a weight
+    run = train_run(epochs=99, validate_every=2, patience=3, dtype="fp32")
+    run = replace(run, optim=replace(run.optim, lr=1e-30))
+    worker.main(run, place, NEW)
+    out = tmp_path / "out"
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    taus = {record["step"]: record["tau"] for record in records if "tau" in record}
+    assert list(taus) == [2, 4, 6, 8]
+    assert len(set(taus.values())) == 1
+    assert (out / "best").readlink() == Path("step-00000002")
+    log = (out / "logs" / "train-0.log").read_text()
+    assert "trained 8 steps" in log
+    assert "ended early, tau has not risen by 0.01 in 3 validations; best" in log
+    worker.main(run, place, AGAIN)
+    assert (out / "last").readlink() == Path("step-00000008")
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=WARNS)])

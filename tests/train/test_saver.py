@@ -1,0 +1,161 @@
+"""Checkpoints written beside the training: nothing waits, nothing is lost, nothing is half."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_pipeline.train import checkpoint
+from dflash_pipeline.train.checkpoint import Progress
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.order import Position
+from dflash_pipeline.train.saver import Saver
+from dflash_pipeline.train.shape import DrafterShape
+
+
+def _state(shape: DrafterShape, seed: int) -> dict[str, Tensor]:
+    drafter = Drafter(shape)
+    drafter.initialise(seed)
+    state = {f"master.{name}": tensor.detach() for name, tensor in drafter.named_parameters()}
+    # the types and sizes that an optimizer has beside its fp32 masters
+    return state | {"step": torch.tensor(float(seed)), "counts": torch.zeros(2).double()}
+
+
+def _progress(step: int) -> Progress:
+    return Progress(step, Position(0, 0, step), 0.0, 0, 0.0, 0)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writing a checkpoint begins when it is set."""
+    opened, before = threading.Event(), checkpoint.write_tensors
+
+    def waits(path: Path, tensors: Mapping[str, Tensor], metadata: Any) -> None:
+        assert opened.wait(30)
+        before(path, tensors, metadata)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", waits)
+    return opened
+
+
+def test_training_goes_on_while_what_was_is_written(
+    tmp_path: Path, shape: DrafterShape, gate: threading.Event
+) -> None:
+    state = _state(shape, 1)
+    wanted = {name: tensor.clone() for name, tensor in state.items()}
+    saver = Saver(tmp_path, shape, 3, state)
+    torch.manual_seed(5)
+    saver.save(state, _progress(1), is_best=True)
+    drawn = torch.rand(3)
+    for tensor in state.values():
+        tensor.fill_(torch.nan)
+    assert checkpoint.newest(tmp_path) is None
+    gate.set()
+    saver.close()
+    progress, found = checkpoint.load(tmp_path / "best", torch.device("cpu"))
+    assert progress == _progress(1)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor)
+    # the generator as it stood when the copy was taken
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_step_is_written_once_and_may_become_the_best_later(
+    tmp_path: Path, shape: DrafterShape
+) -> None:
+    state = _state(shape, 1)
+    saver = Saver(tmp_path, shape, 1, state)
+    for step, is_best in ((1, True), (2, False), (3, False), (3, True), (4, False)):
+        saver.save(state, _progress(step), is_best)
+    saver.close()
+    # the best before went with the others
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000003",
+        "step-00000004",
+    ]
+    assert (tmp_path / "best").readlink() == Path("step-00000003")
+
+
+def test_an_error_of_the_writer_reaches_the_next_call(
+    tmp_path: Path, shape: DrafterShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    state = _state(shape, 1)
+    for call in ("save", "check", "close"):
+        saver = Saver(tmp_path, shape, 3, state)
+        saver.save(state, _progress(1), is_best=False)
+        while not saver._pending[0].done():
+            time.sleep(0.01)
+        arguments = (state, _progress(2), False) if call == "save" else ()
+        with pytest.raises(OSError, match="No space left"):
+            getattr(saver, call)(*arguments)
+    assert checkpoint.newest(tmp_path) is None
+
+
+WRITER = """
+    import sys
+    from pathlib import Path
+    from dataclasses import replace
+    import torch
+    from dflash_pipeline.train.checkpoint import Progress, newest
+    from dflash_pipeline.train.drafter import Drafter
+    from dflash_pipeline.train.export import read_checkpoint
+    from dflash_pipeline.train.order import Position
+    from dflash_pipeline.train.saver import Saver
+
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    found = newest(out)
+    begin = int(found.name.removeprefix("step-")) + 1
+    drafter = Drafter(replace(read_checkpoint(found).shape, hidden_size=512))
+    state = {f"master.{name}": tensor.detach() for name, tensor in drafter.named_parameters()}
+    saver = Saver(out, drafter.shape, 2, state)
+    for step in range(begin, 10_000):
+        saver.save(state, Progress(step, Position(0, 0, step), 0.0, 0, 0.0, 0), step % 3 == 0)
+        print(step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
+    tmp_path: Path, shape: DrafterShape
+) -> None:
+    first = _state(shape, 1) | {"rng": torch.get_rng_state()}
+    checkpoint.save(tmp_path, shape, first, _progress(1))
+    for number in range(3):
+        with subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as writer:
+            assert writer.stdout is not None
+            for _ in range(2 + number % 3):
+                writer.stdout.readline()
+            # somewhere in a write of a few dozen milliseconds
+            time.sleep(0.015 * number)
+            os.kill(writer.pid, signal.SIGKILL)
+        for path in tmp_path.glob("step-*"):
+            progress, state = checkpoint.load(path, torch.device("cpu"))
+            assert path.name == f"step-{progress.step:08d}"
+            assert read_checkpoint(path).tensors.keys() == {
+                name.removeprefix("master.") for name in state if name.startswith("master.")
+            }
+        assert (tmp_path / "last").resolve().is_dir()
+    Saver(tmp_path, shape, 2, _state(shape, 1)).close()
+    assert not list(tmp_path.glob(".*step-*"))

@@ -1,0 +1,107 @@
+"""Checkpoints written while training goes on: copied to host memory, then written by a thread.
+
+The trap: the copy is lent to the thread until it has written it. A checkpoint that comes before the
+last one is on disk waits; the time is the run's, and is counted where it is spent.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dflash_pipeline.train import checkpoint
+from dflash_pipeline.train.checkpoint import Progress
+from dflash_pipeline.train.shape import DrafterShape
+
+# where a tensor may begin in the copy, in bytes
+_ALIGNMENT = 64
+
+
+class Saver:
+    """Belongs to rank 0. The thread's first error is raised at the next call."""
+
+    def __init__(
+        self, out: Path, shape: DrafterShape, keep: int, state: Mapping[str, Tensor]
+    ) -> None:
+        """`state`: what each checkpoint will hold; only sizes and types count here."""
+        self._out, self._shape, self._keep = out, shape, keep
+        self._copy = _HostCopy(state)
+        self._saved_step = -1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: deque[Future[None]] = deque()
+        # what a killed run had begun to write or to remove
+        for left in out.glob(".*step-*"):
+            shutil.rmtree(left)
+
+    def found(self, step: int) -> None:
+        """The checkpoint of this step is on disk already: the run goes on from it."""
+        self._saved_step = step
+
+    def save(self, state: Mapping[str, Tensor], progress: Progress, is_best: bool) -> None:
+        """Take a copy of `state` now and write it soon; once a step. `is_best`: OUT/best, too."""
+        self.check()
+        if progress.step != self._saved_step:
+            self._wait()
+            self._copy.take(dict(state))
+            rng = torch.get_rng_state()
+            self._saved_step = progress.step
+            self._pending.append(self._thread.submit(self._write, progress, rng))
+        if is_best:
+            self._pending.append(self._thread.submit(self._point_best, progress.step))
+
+    def check(self) -> None:
+        """Raise what the thread has met since the last call, if anything."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+
+    def close(self) -> None:
+        """Wait until all is on disk."""
+        self._thread.shutdown(wait=True)
+        self.check()
+
+    def _wait(self) -> None:
+        while self._pending:
+            self._pending.popleft().result()
+
+    def _write(self, progress: Progress, rng: Tensor) -> None:
+        checkpoint.save(self._out, self._shape, {**self._copy.tensors, "rng": rng}, progress)
+        checkpoint.prune(self._out, self._keep)
+
+    def _point_best(self, step: int) -> None:
+        checkpoint.point(self._out, "best", checkpoint.step_directory(self._out, step))
+        # the best before is an ordinary checkpoint now
+        checkpoint.prune(self._out, self._keep)
+
+
+class _HostCopy:
+    """One block of host memory, pinned where the tensors are on a GPU, for all of them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._is_cuda = any(tensor.is_cuda for tensor in tensors.values())
+        starts, size = {}, 0
+        for name, tensor in tensors.items():
+            starts[name] = size
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        # one block: torch rounds each pinned one up to a power of two
+        block = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+        self.tensors = {
+            name: block[starts[name] : starts[name] + tensor.nbytes]
+            .view(tensor.dtype)
+            .view(tensor.shape)
+            for name, tensor in tensors.items()
+        }
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy all; returns when the copy is whole."""
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor.detach(), non_blocking=True)
+        if self._is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+            copied.synchronize()

@@ -1,0 +1,191 @@
+"""What one rank needs before its first step: stores, head, drafter, optimizer, a place to begin."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place, dtype_name
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.shares import parse_stores
+from dflash_pipeline.store import open_store
+from dflash_pipeline.store.completion import is_calibrated
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.train import checkpoint, preflight
+from dflash_pipeline.train.checkpoint import Progress
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.journal import Journal
+from dflash_pipeline.train.metrics import Metrics
+from dflash_pipeline.train.optim import Optimizer
+from dflash_pipeline.train.order import Catalog, Position, catalog, planned_steps
+from dflash_pipeline.train.saver import Saver
+from dflash_pipeline.train.shape import DrafterShape, drafter_shape
+from dflash_pipeline.train.stop import StopWish
+
+IDLE_S = 0.5
+
+
+@dataclass(slots=True)
+class Training:
+    """What one rank holds while it trains."""
+
+    run: Run
+    out: Path
+    group: Group
+    stores: list[Store]
+    samples: Catalog
+    drafter: Drafter
+    head: TargetHead
+    optimizer: Optimizer
+    metrics: Metrics
+    journal: Journal
+    saver: Saver | None
+    """Rank 0's alone."""
+    num_steps: int
+    """By the plan; what the learning rate is a function of."""
+    progress: Progress
+    validated_step: int = -1
+
+    def save(self, is_best: bool) -> None:
+        """Have the checkpoint of this step written, once, and OUT/best point to it."""
+        if self.saver is not None:
+            self.saver.save(self.optimizer.state(), self.progress, is_best)
+
+    def close(self) -> None:
+        """Wait for the checkpoints; raises what writing them met."""
+        self.journal.close()
+        if self.saver is not None:
+            self.saver.close()
+
+
+def open_stores(
+    run: Run, place: Place, log: RunLog, wish: StopWish
+) -> tuple[list[Store], Catalog, DrafterShape]:
+    """Stores, their trainable samples, and the drafter's shape: all that can be refused early."""
+    shares = parse_stores(run.train.stores or (run.store.path,))
+    stores = [_await_calibration(share.path, run, log, wish) for share in shares]
+    preflight.check_stores(run, stores)
+    first = stores[0]
+    shape = drafter_shape(
+        run.drafter, first.target_config(), first.spec, first.attributes.mask_token_id
+    )
+    preflight.check_device(shape, place)
+    samples = catalog([store.table for store in stores], shares, run.train)
+    preflight.rehearse(run, shape, place)
+    return stores, samples, shape
+
+
+def _await_calibration(path: str, run: Run, log: RunLog, wish: StopWish) -> Store:
+    """The store, once a capture that has just begun has settled how its rows are stored."""
+    store = open_store(path)
+    if store.spec.is_calibrated or not run.train.follow:
+        return store
+    log.say(f"waiting until the capture into {path} has calibrated {store.spec.hidden_mode}")
+    while not is_calibrated(path):
+        log.state("waiting")
+        if wish.is_asked():
+            raise KeyboardInterrupt
+        time.sleep(IDLE_S)
+    return open_store(path)
+
+
+def compute_on(run: Run, place: Place) -> tuple[torch.device, torch.dtype]:
+    """Where this rank computes, and in which type."""
+    device = torch.device(place.device)
+    is_bf16 = dtype_name(run.train.dtype, place.kind) == "bf16"
+    return device, torch.bfloat16 if is_bf16 else torch.float32
+
+
+def build(
+    run: Run,
+    place: Place,
+    group: Group,
+    log: RunLog,
+    stores: list[Store],
+    samples: Catalog,
+    shape: DrafterShape,
+    resume: bool,
+) -> Training:
+    """Head, drafter, optimizer; random, from a checkpoint, or where the run was left."""
+    device, dtype = compute_on(run, place)
+    out = Path(run.train.out)
+    torch.manual_seed(run.train.seed)
+    drafter = Drafter(shape)
+    if run.train.init_from:
+        take_over(drafter, run.train.init_from)
+    else:
+        drafter.initialise(run.train.seed)
+    # the masters are taken before the parameters are rounded to the compute type
+    drafter.to(device=device)
+    optimizer = Optimizer(drafter.named_parameters(), run.optim, group, run.train.log_every, dtype)
+    saver = None
+    if group.rank == 0:
+        saver = Saver(out, shape, run.train.keep, optimizer.state())
+    progress = Progress(
+        step=0,
+        position=Position(0, 0, 0),
+        best_tau=0.0,
+        best_step=0,
+        plateau_tau=0.0,
+        num_stale=0,
+    )
+    found = checkpoint.newest(out) if resume else None
+    if found is not None:
+        progress, state = checkpoint.load(found, device)
+        optimizer.load(state)
+        log.say(f"going on from {found}")
+    if saver is not None and resume:
+        checkpoint.trim_metrics(out / "metrics.jsonl", progress.step)
+        saver.found(progress.step)
+    num_steps = planned_steps(samples, run.train, group.world)
+    return Training(
+        run=run,
+        out=out,
+        group=group,
+        stores=stores,
+        samples=samples,
+        drafter=drafter,
+        head=TargetHead.from_store(stores[0], shape, device, dtype),
+        optimizer=optimizer,
+        metrics=Metrics(shape.block_size, device),
+        journal=Journal(out, log, group, run, stores, samples, num_steps),
+        saver=saver,
+        num_steps=num_steps,
+        progress=progress,
+    )
+
+
+def take_over(drafter: Drafter, path: str) -> None:
+    """Weights of another checkpoint. UsageError unless it is a drafter of the same shape."""
+    found = read_checkpoint(path)
+    names = ["layer_ids", "mask_token_id", "head_dim", "rope_theta", "rms_norm_eps"]
+    names += ["layer_types", "sliding_window"]
+    # the speculators layout of others does not say how many layers its target has
+    if found.layout == "zlab":
+        names.append("num_target_layers")
+    wrong = [
+        f"{name} {getattr(found.shape, name)}, wanted {getattr(drafter.shape, name)}"
+        for name in names
+        if getattr(found.shape, name) != getattr(drafter.shape, name)
+    ]
+    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.named_parameters()}
+    sizes = {name: tuple(tensor.shape) for name, tensor in found.tensors.items()}
+    wrong += [
+        f"{name} {sizes.get(name, 'missing')}, wanted {wanted.get(name, 'absent')}"
+        for name in sorted(wanted.keys() | sizes.keys())
+        if wanted.get(name) != sizes.get(name)
+    ]
+    if wrong:
+        raise UsageError(
+            f"{path} is another drafter than the one configured ({'; '.join(wrong[:6])}): set "
+            "drafter.* to its shape, or begin without --init-from"
+        )
+    drafter.load_state_dict(found.tensors)

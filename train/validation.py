@@ -1,0 +1,59 @@
+"""Held-out acceptance of a run, the best checkpoint by it, and whether it still rises.
+
+Samples, anchors and drafts are the same at every validation: two of the same weights give the same
+tau to the last bit, so a difference is one of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import torch
+
+from dflash_pipeline.train.checkpoint import Progress
+from dflash_pipeline.train.replay import held_out, replay
+from dflash_pipeline.train.setup import Training
+
+
+def validate(training: Training) -> None:
+    """Replay held-out samples, shared out over the ranks; a new best is saved and pointed to."""
+    step, group, stores = training.progress.step, training.group, training.stores
+    training.validated_step = step
+    ours = [(number, sample) for number, store in enumerate(stores) for sample in held_out(store)]
+    # while following, ranks may have seen different shards: rank 0's list counts
+    listed = json.loads(group.agree(f"held out/{step}", json.dumps(ours)))
+    chosen = listed[: training.run.train.validate_samples]
+    if not chosen:
+        return
+    kept = torch.zeros(2, dtype=torch.float64, device=training.metrics.sums.device)
+    for number, store in enumerate(stores):
+        store.refresh()
+        own = [sample for owner, sample in chosen[group.rank :: group.world] if owner == number]
+        drafter = training.drafter
+        tally = replay(store, own, drafter, training.head, drafter.shape, None)
+        kept[0] += tally.num_kept
+        kept[1] += tally.num_cycles
+    group.add_up(kept)
+    num_kept, num_cycles = kept.tolist()
+    tau = num_kept / max(num_cycles, 1)
+    is_best = tau > training.progress.best_tau
+    training.journal.validated(step, tau, int(num_cycles), is_best)
+    training.progress = judged(training.progress, tau, training.run.train.min_gain)
+    if is_best:
+        training.save(is_best=True)
+
+
+def judged(progress: Progress, tau: float, min_gain: float) -> Progress:
+    """The progress after a validation gave `tau`."""
+    if tau > progress.best_tau:
+        progress = replace(progress, best_tau=tau, best_step=progress.step)
+    # gains too small to count add up until they do
+    if tau > progress.plateau_tau + min_gain:
+        return replace(progress, plateau_tau=tau, num_stale=0)
+    return replace(progress, num_stale=progress.num_stale + 1)
+
+
+def is_on_plateau(progress: Progress, patience: int) -> bool:
+    """Whether the run ends early; patience 0: never."""
+    return 0 < patience <= progress.num_stale
