@@ -155,6 +155,7 @@ def capture(
 
 @dflash.command()
 @options(("--store", "train.stores"), ("--out", "train.out"), ("--init-from", "train.init_from"))
+@options(("--drop-domain", "train.drop_domains"), ("--drop-sample", "train.drop_samples"))
 @options(("--epochs", "train.epochs"), ("--max-steps", "train.max_steps"))
 @option("--no-follow", "train.follow", turns=False)
 @click.option("--resume", is_flag=True, help="Go on with the run in --out.")
@@ -171,6 +172,10 @@ def train(
 ) -> int:
     """Train a drafter from one store or several; follows a store that is still being captured."""
     run = resolve(context, config, sets)
+    if run.train.drop_samples:
+        # the run's record names each of them, so that a run that goes on drops the same
+        give(context, "train.drop_samples", inputs.listed(run.train.drop_samples, "--drop-sample"))
+        run = resolve(context, config, sets)
     stores = run.train.stores or (run.store.path,)
     _need(stores[0], "--store DIR", "train.stores")
     paths = [Path(one.path) for one in parse_stores(stores)]

@@ -6,6 +6,7 @@ The stages check again, with all they know; this spares a person the wait for th
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_pipeline.configs.errors import UsageError
@@ -50,6 +51,21 @@ def check_store_place(store: str) -> None:
                 "directory"
             )
     _check_writable(path.absolute().parent, f"--store {store}")
+
+
+def listed(entries: Sequence[str], flag: str) -> tuple[str, ...]:
+    """The entries, with lines of FILE in place of each `@FILE`; blank lines are left out."""
+    found: list[str] = []
+    for entry in entries:
+        if not entry.startswith("@"):
+            found.append(entry)
+            continue
+        try:
+            lines = Path(entry[1:]).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{flag} {entry}: the file cannot be read: {error}") from None
+        found += [line.strip() for line in lines if line.strip()]
+    return tuple(dict.fromkeys(found))
 
 
 def check_out_file(out: str, flag: str) -> None:

@@ -360,6 +360,10 @@ class TrainConfig:
     """Run directory; empty: `runs/<store name>-<time>`."""
     stores: tuple[str, ...] = ()
     """Stores to train on, each `PATH` or `PATH:SHARE`; empty: `store.path`."""
+    drop_domains: tuple[str, ...] = ()
+    """Domains whose samples are neither trained on nor validated with."""
+    drop_samples: tuple[str, ...] = ()
+    """Keys of such samples, or `@FILE` with one a line."""
     init_from: str = ""
     """Drafter checkpoint to start from; empty: random weights."""
     epochs: int = 6

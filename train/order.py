@@ -21,6 +21,7 @@ from dflash_pipeline.configs.shares import StoreShare
 from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.table import TRAIN, SampleTable
 from dflash_pipeline.train.hashing import hashed
+from dflash_pipeline.train.selection import kept_samples
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,15 +57,19 @@ def shard_number(shard_id: ShardId) -> int:
 def catalog(
     tables: Sequence[SampleTable], stores: Sequence[StoreShare], config: TrainConfig
 ) -> Catalog:
-    """Samples of the training split that have an anchor. UsageError if one fits no batch."""
+    """Samples of the training split that have an anchor and are not dropped.
+
+    UsageError if one fits no batch, or none is left.
+    """
     most = min(config.anchors_per_sample, config.batch_anchors)
     chosen = [
-        np.flatnonzero((table.split == TRAIN) & (table.num_anchors > 0)).astype(np.int64)
-        for table in tables
+        np.flatnonzero((table.split == TRAIN) & (table.num_anchors > 0) & kept_N).astype(np.int64)
+        for table, kept_N in zip(tables, kept_samples(tables, config), strict=True)
     ]
     if not sum(map(len, chosen)):
         paths = ", ".join(store.path for store in stores)
-        raise UsageError(f"{paths}: no training sample has two supervised tokens in a row")
+        left = " that is not dropped" if config.drop_domains or config.drop_samples else ""
+        raise UsageError(f"{paths}: no training sample{left} has two supervised tokens in a row")
     pairs = list(zip(tables, chosen, strict=True))
     made = Catalog(
         store_C=np.repeat(np.arange(len(tables)), [len(samples) for samples in chosen]),

@@ -27,6 +27,7 @@ from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.order import Catalog, Position, catalog, planned_steps
 from dflash_pipeline.train.saver import Saver
+from dflash_pipeline.train.selection import dropped_lines, kept_samples
 from dflash_pipeline.train.shape import DrafterShape, drafter_shape
 from dflash_pipeline.train.stop import StopWish
 
@@ -78,7 +79,12 @@ def open_stores(
         run.drafter, first.target_config(), first.spec, first.attributes.mask_token_id
     )
     preflight.check_device(shape, place)
-    samples = catalog([store.table for store in stores], shares, run.train)
+    tables = [store.table for store in stores]
+    samples = catalog(tables, shares, run.train)
+    if place.rank == 0:
+        names = [share.path for share in shares]
+        for line in dropped_lines(names, tables, kept_samples(tables, run.train)):
+            log.say(line)
     preflight.rehearse(run, shape, place)
     return stores, samples, shape
 

@@ -13,6 +13,7 @@ import torch
 
 from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.replay import held_out, replay
+from dflash_pipeline.train.selection import kept_samples
 from dflash_pipeline.train.setup import Training
 
 
@@ -20,22 +21,28 @@ def validate(training: Training) -> None:
     """Replay held-out samples, shared out over the ranks; a new best is saved and pointed to."""
     step, group, stores = training.progress.step, training.group, training.stores
     training.validated_step = step
-    ours = [(number, sample) for number, store in enumerate(stores) for sample in held_out(store)]
+    kept = kept_samples([store.table for store in stores], training.run.train)
+    ours = [
+        (number, sample)
+        for number, store in enumerate(stores)
+        for sample in held_out(store)
+        if kept[number][sample]
+    ]
     # while following, ranks may have seen different shards: rank 0's list counts
     listed = json.loads(group.agree(f"held out/{step}", json.dumps(ours)))
     chosen = listed[: training.run.train.validate_samples]
     if not chosen:
         return
-    kept = torch.zeros(2, dtype=torch.float64, device=training.metrics.sums.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=training.metrics.sums.device)
     for number, store in enumerate(stores):
         store.refresh()
         own = [sample for owner, sample in chosen[group.rank :: group.world] if owner == number]
         drafter = training.drafter
         tally = replay(store, own, drafter, training.head, drafter.shape, None)
-        kept[0] += tally.num_kept
-        kept[1] += tally.num_cycles
-    group.add_up(kept)
-    num_kept, num_cycles = kept.tolist()
+        totals[0] += tally.num_kept
+        totals[1] += tally.num_cycles
+    group.add_up(totals)
+    num_kept, num_cycles = totals.tolist()
     tau = num_kept / max(num_cycles, 1)
     is_best = tau > training.progress.best_tau
     training.journal.validated(step, tau, int(num_cycles), is_best)

@@ -70,3 +70,10 @@ def test_a_folder_that_takes_no_entries_is_named(
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
     with pytest.raises(UsageError, match="cannot be written to; choose another place"):
         check("new/x")
+
+
+def test_a_list_may_stand_in_a_file() -> None:
+    Path("keys.txt").write_text("a\n\n  b b \nc\n", encoding="utf-8")
+    assert inputs.listed(("x", "@keys.txt", "c"), "--drop-sample") == ("x", "a", "b b", "c")
+    with pytest.raises(UsageError, match="--drop-sample @nowhere: the file cannot be read"):
+        inputs.listed(("@nowhere",), "--drop-sample")

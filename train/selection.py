@@ -1,0 +1,84 @@
+"""Which samples a run leaves out: whole domains, and samples named by their keys.
+
+Letters: N samples of a store, in plan order.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.schema import TrainConfig
+from dflash_pipeline.store.table import HELD_OUT, SampleTable
+
+Kept = npt.NDArray[np.bool_]
+
+
+def kept_samples(tables: Sequence[SampleTable], config: TrainConfig) -> list[Kept]:
+    """Of each store, whether each sample stays, [N].
+
+    UsageError for a domain or a key that no store has; it names the nearest one there is.
+    """
+    kept = [np.ones(len(table.sample_id), bool) for table in tables]
+    for domain in config.drop_domains:
+        numbers = [_number(table, domain) for table in tables]
+        _check_known("domain", domain, numbers, lambda: _domains(tables))
+        for kept_N, table, number in zip(kept, tables, numbers, strict=True):
+            if number is not None:
+                kept_N &= table.domain != number
+    for key in config.drop_samples:
+        numbers = [_place(table, key) for table in tables]
+        _check_known("sample", key, numbers, lambda: _keys(tables))
+        for kept_N, place in zip(kept, numbers, strict=True):
+            if place is not None:
+                kept_N[place] = False
+    return kept
+
+
+def dropped_lines(
+    paths: Sequence[str], tables: Sequence[SampleTable], kept: Sequence[Kept]
+) -> list[str]:
+    """A line for each store that samples were left out of."""
+    lines = []
+    for path, table, kept_N in zip(paths, tables, kept, strict=True):
+        num_dropped = int((~kept_N).sum())
+        if num_dropped:
+            num_held_out = int((~kept_N & (table.split == HELD_OUT)).sum())
+            lines.append(
+                f"dropped {num_dropped} of {len(table)} samples of {path} ({num_held_out} of them "
+                "held out)"
+            )
+    return lines
+
+
+def _check_known(
+    what: str, name: str, found: Sequence[int | None], names: Callable[[], list[str]]
+) -> None:
+    if any(number is not None for number in found):
+        return
+    near = difflib.get_close_matches(name, names(), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UsageError(f"train.drop_{what}s: no store has a {what} {name!r}{hint}")
+
+
+def _number(table: SampleTable, domain: str) -> int | None:
+    return table.domains.index(domain) if domain in table.domains else None
+
+
+def _place(table: SampleTable, key: str) -> int | None:
+    try:
+        return table.find(key)
+    except KeyError:
+        return None
+
+
+def _domains(tables: Sequence[SampleTable]) -> list[str]:
+    return sorted({name for table in tables for name in table.domains})
+
+
+def _keys(tables: Sequence[SampleTable]) -> list[str]:
+    return [table.key(i) for table in tables for i in range(len(table))]
