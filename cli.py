@@ -303,6 +303,28 @@ def verify(path: str, deep: bool, as_json: bool) -> int:
     return _look("dflash_pipeline.store.check:main", "verify", extra, following)
 
 
+@dflash.command()
+@click.argument("out")
+@click.argument("stores", nargs=-1, required=True, metavar="STORE STORE...")
+@click.option("--fast", is_flag=True, help="Check the stores without reading every row of them.")
+def merge(out: str, stores: tuple[str, ...], fast: bool) -> int:
+    """Make one store OUT of sealed ones of the same identity; they stay as they are.
+
+    Nothing is decoded: shards become hard links where that is possible, else copies.
+    """
+    for path in stores:
+        _check_store(path)
+    if len({Path(path).resolve() for path in stores}) != len(stores):
+        raise UsageError(f"{', '.join(stores)}: a store is named twice")
+    if len(stores) < 2:
+        raise UsageError(f"{stores[0]} alone: name two stores at least that become {out}")
+    inputs.check_new_directory(out, "OUT")
+    extra = {"out": out, "stores": list(stores), "deep": not fast}
+    with _scratch_logs("merge") as logs:
+        code = launch("dflash_pipeline.store.merge:main", Run(), ONE_CPU, "merge", logs, extra)
+    return _end(code, f"dflash train --store {shlex.quote(out)}", _this_line())
+
+
 @dflash.command("status")
 @click.argument("directory")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")

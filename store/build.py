@@ -28,7 +28,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -111,13 +111,16 @@ class StoreBuilder:
         layout: Layout,
         table: SampleTable,
         attributes: Attributes,
+        *,
+        linked_bytes: int = 0,
     ) -> None:
+        """`linked_bytes`: of shards that will be hard links and take no room (`merge`)."""
         self._path = Path(path)
         self._spec, self._layout, self._table = spec, layout, table
         self._attributes = attributes
         table.check(layout)
         durable.check_file_system(paths.log_directory(self._path))
-        durable.check_space(self._path, estimate_bytes(spec, layout, table))
+        durable.check_space(self._path, estimate_bytes(spec, layout, table) - linked_bytes)
         self._exit = contextlib.ExitStack()
         lock = durable.locked(_lock_file(self._path), _BUILD_BYTE, wait_s=0)
         if not self._exit.enter_context(lock):
@@ -175,8 +178,11 @@ class StoreBuilder:
             self._token_crcs[shard_id.bucket][shard_id.shard, column] = crc32c(chunk)
         self._token_digests[shard_id] = token_digest(ids_N, mask_N)
 
-    def publish(self) -> Store:
-        """Write what is left, make it durable and give the store its name."""
+    def publish(self, fill: Callable[[Path], None] = lambda _directory: None) -> Store:
+        """Write what is left, make it durable and give the store its name.
+
+        `fill` is called just before with the directory of the planned store, to bring in more.
+        """
         missing = [i for i in self._layout.shard_ids() if i not in self._token_digests]
         if missing or self._file_bytes is None:
             what = f"tokens of {len(missing)} shards" if missing else "the target's files"
@@ -194,6 +200,7 @@ class StoreBuilder:
         self._link_raw()
         document = metadata.root_document(self._root(root.plan_hash, hashes))
         self._write("zarr.json", canonical(document))
+        fill(self._directory)
         _sync_tree(self._directory)
         if self._path.is_dir():
             # `existing` said that it is empty; rmdir refuses if it no longer is

@@ -45,18 +45,20 @@ def publish_calibration(
     """
     with lease.fence():
         path = store.path
-        root, spec, layout, _ = metadata.read_root(path)
-        if not spec.is_calibrated:
-            complete = replace(spec, calibration_hash=calibration_hash(calibrations))
-            calibrated = Calibrated.of(calibrations, spec.num_layers, report)
-            _write_files(path, _files(complete, layout, calibrated))
-            added = {
-                name: flatfiles.sha256_of(path / name)
-                for name in calibration_files(complete, layout)
-            }
-            found = replace(root, identity=complete.to_dict(), hashes=dict(root.hashes) | added)
-            _write_files(path, {"zarr.json": canonical(metadata.root_document(found))})
+        if not is_calibrated(path):
+            write_calibration(path, calibrations, report)
     return open_store(path)
+
+
+def write_calibration(path: Path, calibrations: Calibrations, report: Mapping[str, Any]) -> None:
+    """The same for a planned store that nobody else can write; see `publish_calibration`."""
+    root, spec, layout, _ = metadata.read_root(path)
+    complete = replace(spec, calibration_hash=calibration_hash(calibrations))
+    calibrated = Calibrated.of(calibrations, spec.num_layers, report)
+    _write_files(path, _files(complete, layout, calibrated))
+    added = {name: flatfiles.sha256_of(path / name) for name in calibration_files(complete, layout)}
+    found = replace(root, identity=complete.to_dict(), hashes=dict(root.hashes) | added)
+    _write_files(path, {"zarr.json": canonical(metadata.root_document(found))})
 
 
 def _files(spec: StoreSpec, layout: Layout, calibrated: Calibrated) -> dict[str, bytes]:

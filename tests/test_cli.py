@@ -48,7 +48,7 @@ def stage(name):
 STAGES = {
     "capture": ("planning", "worker", "generate", "demo", "decoder"),
     "train": ("worker", "evaluate", "export"),
-    "store": ("describe", "check"),
+    "store": ("describe", "check", "merge"),
 }
 
 class Finder:

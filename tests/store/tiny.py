@@ -94,9 +94,17 @@ def _bf16(values: np.ndarray) -> np.ndarray:
 
 
 def make_plan(
-    num_samples: int, *, rows: int = ROWS, chunk_rows: int = CHUNK_ROWS, **spec_changes: Any
+    num_samples: int,
+    *,
+    rows: int = ROWS,
+    chunk_rows: int = CHUNK_ROWS,
+    offset: int = 0,
+    **spec_changes: Any,
 ) -> Plan:
-    """Samples of 4 to 200 tokens in batches of 3 at most and shards of what fits into `rows`."""
+    """Samples of 4 to 200 tokens in batches of 3 at most and shards of what fits into `rows`.
+
+    Their numbers begin at `offset`.
+    """
     spec = make_spec(**spec_changes)
     lengths = np.random.default_rng(num_samples).integers(4, 200, num_samples)
     placed: list[tuple[int, int, int, int]] = []
@@ -126,8 +134,8 @@ def make_plan(
         num_samples_per_shard_max=tuple(most),
         seed=0,
     )
-    numbers = [p[3] for p in placed]
-    pairs = [tokens(n, int(lengths[n])) for n in numbers]
+    numbers = [offset + p[3] for p in placed]
+    pairs = [tokens(n, int(lengths[n - offset])) for n in numbers]
     columns = {
         "source": [0 for _ in numbers],
         "source_row": numbers,
