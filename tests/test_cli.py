@@ -258,6 +258,18 @@ def test_export_demo_inspect_and_verify_pass_what_was_asked(
     assert ended.last_line == "next: dflash train --store hs"
 
 
+def test_merge_names_its_stores_and_reads_them_unless_told_otherwise(
+    type_line: Callable[..., Ended],
+) -> None:
+    ended = type_line("dflash merge out hs x")
+    (call,) = ended.calls
+    assert call["entry"] == "store.merge"
+    assert call["extra"] == {"out": "out", "stores": ["hs", "x"], "deep": True}
+    assert ended.last_line == "next: dflash train --store out"
+    (call,) = type_line("dflash merge out hs x --fast").calls
+    assert call["extra"]["deep"] is False
+
+
 @pytest.mark.parametrize("line", ["dflash inspect hs --json", "dflash verify hs --json"])
 def test_json_is_alone_on_stdout(line: str, type_line: Callable[..., Ended]) -> None:
     assert json.loads(type_line(line).out) == {"clean": True}
@@ -302,6 +314,15 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash export no --out o", "no: there is no such run, step or checkpoint directory"),
         ("dflash inspect no", "there is no store no: name the directory that dflash capture wrote"),
         ("dflash verify no --json", "there is no store no"),
+        ("dflash merge out hs no", "there is no store no"),
+        ("dflash merge out hs", "hs alone: name two stores at least that become out"),
+        ("dflash merge out hs x/../hs", "a store is named twice"),
+        ("dflash merge x hs x", "OUT x exists: choose another OUT or remove it"),
+        (
+            "dflash capture --gpus cpu --target toy --data a.jsonl --store s --calibration-from no",
+            "there is no store no",
+        ),
+        ("dflash train --store x --drop-sample @no", "--drop-sample @no: the file cannot be read"),
         # where nothing can be written
         (f"{CAPTURE} --store a.jsonl", "--store a.jsonl is not a directory: name a new one"),
         (f"{CAPTURE} --store full", "--store full is not empty and holds no store (no zarr.json)"),
@@ -467,7 +488,7 @@ def test_an_options_help_and_default_are_the_schemas() -> None:
 
 def test_an_option_that_is_not_typed_sets_nothing() -> None:
     for name, command in _commands().items():
-        words = ["x"] if any(isinstance(one, click.Argument) for one in command.params) else []
+        words = ["x" for one in command.params if isinstance(one, click.Argument)]
         words += ["--out", "x"] if name == "export" else []
         group = click.Context(dflash, **dflash.context_settings)
         context = command.make_context(name, words, parent=group)
