@@ -207,7 +207,7 @@ def train(
 @dflash.command("eval")
 @options(("--drafter", "eval.drafter"), ("--target", "target.id"), ("--prompts", "eval.prompts"))
 @options(("--store", "store.path"), ("--limit", "eval.limit"), ("--max-len", "data.max_len"))
-@options(("--max-new-tokens", "eval.max_new_tokens"))
+@options(("--overlong", "data.overlong"), ("--max-new-tokens", "eval.max_new_tokens"))
 @option("--as-stored", "eval.as_stored", turns=True)
 @option("--json", "eval.json")
 @options(*TEMPLATE)

@@ -8,13 +8,17 @@ Letters: B sequences, T positions, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -26,9 +30,13 @@ from dflash_pipeline.capture.samples import Message
 from dflash_pipeline.capture.target import Target, compute_dtype
 from dflash_pipeline.capture.template import RenderError, prompt_ids, stop_ids
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import GenerateConfig, TargetConfig
+from dflash_pipeline.configs.schema import DataConfig, GenerateConfig, TargetConfig
 
 TOO_LONG = "prompt not below data.max_len or the target's positions"
+NO_ROOM = "no room for a whole answer within data.max_len or the target's positions"
+LEFT_OUT = (TOO_LONG, NO_ROOM)
+"""Reasons that are no fault of the data."""
+TELL_EVERY_S = 1.0
 _MASK_34, _MASK_37, _MASK_33, _MASK_24 = ((1 << bits) - 1 for bits in (34, 37, 33, 24))
 
 
@@ -40,10 +48,10 @@ class Answerer:
         files: TargetFiles,
         target: TargetConfig,
         config: GenerateConfig,
-        max_len: int,
+        data: DataConfig,
         place: Place,
     ) -> None:
-        """max_len: tokens of a conversation; longer prompts are not answered."""
+        """data: how long a conversation may be, and what becomes of a longer one."""
         self._target, self._config = target, config
         self._tokenizer = files.tokenizer()
         dtype = compute_dtype(target.dtype, place.kind)
@@ -51,18 +59,23 @@ class Answerer:
         self._ends = end_ids(files, target)
         self._device = place.device
         self._num_positions = num_positions(files)
-        self._max_len = min(max_len, self._num_positions)
+        self._max_len, self._overlong = min(data.max_len, self._num_positions), data.overlong
         self.batch_size = config.batch_size
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation whose last turn is the user's. Raises RenderError."""
         found = prompt_ids(self._tokenizer, messages, self._target)
-        if len(found) >= self._max_len:
-            raise RenderError(TOO_LONG)
+        self._room(len(found))
         return found
 
-    def answer(self, batch: Sequence[Dialogue]) -> int:
-        """Answer every turn of every dialogue; the number of tokens generated."""
+    def _room(self, num_prompt: int) -> int:
+        return room(num_prompt, self._max_len, self._config.max_new_tokens, self._overlong)
+
+    def answer(self, batch: Sequence[Dialogue], tell: Callable[[int], None]) -> int:
+        """Answer every turn of every dialogue; the number of tokens generated.
+
+        tell: called about once a second with the number so far.
+        """
         num_tokens = 0
         while asked := [dialogue for dialogue in batch if dialogue.questions]:
             turn, prompts = [], []
@@ -72,7 +85,7 @@ class Answerer:
                     turn.append(dialogue)
                 except RenderError:
                     dialogue.withdraw()
-            answers = self._generate(turn, prompts)
+            answers = self._generate(turn, prompts, partial(_add, tell, num_tokens))
             num_tokens += sum(map(len, answers))
             for dialogue, prompt, answer in zip(turn, prompts, answers, strict=True):
                 is_ended = bool(answer) and answer[-1] in self._ends
@@ -87,7 +100,10 @@ class Answerer:
         return num_tokens
 
     def _generate(
-        self, turn: Sequence[Dialogue], prompts: Sequence[Sequence[int]]
+        self,
+        turn: Sequence[Dialogue],
+        prompts: Sequence[Sequence[int]],
+        tell: Callable[[int], None],
     ) -> list[list[int]]:
         """The answers to prompts, each with its end token if it has one."""
         answers: list[list[int]] = []
@@ -98,7 +114,8 @@ class Answerer:
                 for dialogue in turn[part]
             ]
             try:
-                answers += self._generate_part(prompts[part], seeds)
+                before = sum(map(len, answers))
+                answers += self._generate_part(prompts[part], seeds, partial(_add, tell, before))
             except torch.OutOfMemoryError as error:
                 if len(seeds) == 1:
                     raise ValueError(
@@ -112,8 +129,12 @@ class Answerer:
 
     @torch.inference_mode()
     def _generate_part(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        tell: Callable[[int], None],
     ) -> list[list[int]]:
+        rooms = [self._room(len(prompt)) for prompt in prompts]
         longest = max(map(len, prompts))
         pad_id = min(self._ends, default=0)
         # on the left: all answers begin at the same position of the batch
@@ -124,7 +145,7 @@ class Answerer:
             mask_BT[row, longest - len(prompt) :] = 1
         # the model's own defaults (a repetition penalty, say) would change what greedy means
         self._model.generation_config = GenerationConfig(
-            max_new_tokens=min(self._config.max_new_tokens, self._num_positions - longest),
+            max_new_tokens=min(max(rooms), self._num_positions - longest),
             eos_token_id=sorted(self._ends) or None,
             pad_token_id=pad_id,
             do_sample=False,
@@ -133,8 +154,28 @@ class Answerer:
             ids_BT.to(self._device),
             attention_mask=mask_BT.to(self._device),
             logits_processor=_processors(self._config, seeds),
+            stopping_criteria=StoppingCriteriaList([_Teller(longest, self._ends, tell)]),
         )
-        return [_cut(row, self._ends) for row in found_BT[:, longest:].tolist()]
+        answers = found_BT[:, longest:].tolist()
+        return [_cut(row[:own], self._ends) for row, own in zip(answers, rooms, strict=True)]
+
+
+def _add(tell: Callable[[int], None], before: int, count: int) -> None:
+    tell(before + count)
+
+
+def room(num_prompt: int, max_len: int, max_new_tokens: int, overlong: str) -> int:
+    """Tokens that an answer to a prompt of `num_prompt` tokens may have, at least 1.
+
+    An answer ends where the conversation reaches `max_len`; with overlong = drop a prompt that
+    leaves less than `max_new_tokens` until there is refused. Raises RenderError, with the reason.
+    """
+    left = max_len - num_prompt
+    if left < 1:
+        raise RenderError(TOO_LONG)
+    if left < max_new_tokens and overlong == "drop":
+        raise RenderError(NO_ROOM)
+    return min(left, max_new_tokens)
 
 
 def num_positions(files: TargetFiles) -> int:
@@ -171,6 +212,27 @@ def _processors(config: GenerateConfig, seeds: Sequence[int]) -> LogitsProcessor
             processors.append(TopPLogitsWarper(config.top_p))
         processors.append(_Noise(seeds))
     return processors
+
+
+class _Teller(StoppingCriteria):
+    """Says now and then how many tokens a batch has; it stops nothing."""
+
+    def __init__(self, begin: int, ends: frozenset[int], tell: Callable[[int], None]) -> None:
+        """begin: position of the first new token."""
+        self._begin, self._ends, self._tell = begin, sorted(ends), tell
+        self._told_at = time.monotonic()
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: object, **_unused: object
+    ) -> torch.BoolTensor:
+        # counting waits for the device, which generating does at every step anyway
+        if time.monotonic() - self._told_at >= TELL_EVERY_S:
+            new_BT = input_ids[:, self._begin :]
+            is_end_BT = torch.isin(new_BT, new_BT.new_tensor(self._ends))
+            is_padding_BT = is_end_BT.cumsum(1) > is_end_BT.long()
+            self._tell(int((~is_padding_BT).sum()))
+            self._told_at = time.monotonic()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
 
 
 class _Noise(LogitsProcessor):

@@ -9,7 +9,7 @@ Letters: T positions of a prompt, S tokens read on, K captured layers, H hidden,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from dflash_pipeline.capture import samples, template
-from dflash_pipeline.capture.answerer import TOO_LONG, end_ids, num_positions
+from dflash_pipeline.capture import samples, template, twin
+from dflash_pipeline.capture.answerer import LEFT_OUT, end_ids, num_positions, room
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Dropped
 from dflash_pipeline.capture.target import Target, compute_dtype
@@ -92,13 +92,28 @@ class Prompt:
     key: str
     domain: str
     ids: tuple[int, ...]
+    max_new_tokens: int
+    """Longest answer that keeps the conversation within `data.max_len`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedTarget:
+    """A target that decodes, with the two matrices that a drafter shares with it."""
+
+    target: Decoder
+    layer_ids: tuple[int, ...]
+    """Those whose outputs are its features."""
+    embed_VH: Tensor
+    head_VH: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalTarget:
-    """A loaded target and everything that evaluation needs to know of it."""
+    """All that evaluation needs to know of a target before its weights are loaded."""
 
-    target: Decoder
+    run: Run
+    files: TargetFiles
+    layer_ids: tuple[int, ...]
     prompts: tuple[Prompt, ...]
     dropped: tuple[str, ...]
     """Rows of the prompt files that became no prompt, a line a reason."""
@@ -106,43 +121,85 @@ class EvalTarget:
     """Tokens that end an answer."""
     reserved_ids: frozenset[int]
     """End and padding tokens: none may stand for a masked slot."""
-    embed_VH: Tensor
-    head_VH: Tensor
-    num_layers: int
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.files.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """Width H of the residual stream."""
+        return self.files.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows V of the embedding."""
+        return self.files.vocab_size
+
+    @property
+    def rendering(self) -> dict[str, str]:
+        """How prompts are made, in the words of a store's identity."""
+        return {
+            "tokenizer_hash": self.files.tokenizer_hash(),
+            "template_hash": self.files.template_hash(),
+            "template_args": template.template_arguments_text(self.run.target),
+        }
+
+    def load(self) -> LoadedTarget:
+        """The target itself, on its device."""
+        return _loaded(self.files, self.layer_ids, self.device, self.dtype)
+
+    def load_twin(self, say: Callable[[str], None]) -> LoadedTarget | None:
+        """A tiny random one on the CPU, for a rehearsal; None, and a line said, if none is made."""
+        with twin.made(self.run, self.files, say) as small:
+            if small is None:
+                return None
+            return _loaded(small.files, small.layer_ids, torch.device("cpu"), torch.float32)
+
 
 def open_target(run: Run, place: Place, layer_ids: Sequence[int]) -> EvalTarget:
-    """Read the prompts of `run.eval.prompts`, then load the target with `layer_ids` hooked."""
+    """Read the prompts of `run.eval.prompts`; the target will be loaded with `layer_ids` hooked."""
     files = resolve(run.target)
     if too_high := [layer_id for layer_id in layer_ids if layer_id >= files.num_layers]:
         raise UsageError(
             f"the drafter reads layers {too_high}, target {files.name} has {files.num_layers}: it "
             "was trained for another target"
         )
+    files.check_weights()
     dropped = Dropped()
     prompts = tuple(_limited(_prompts(run, files, dropped), run.eval.limit))
     if not prompts:
         raise UsageError(
             f"no usable prompt in {', '.join(run.eval.prompts)}: {'; '.join(dropped.lines())}"
         )
-    dtype = compute_dtype(run.target.dtype, place.kind)
-    target = Target.load(files, (), place.device, dtype)
     # the ends that `generate` knows: an answer must end where a stored one would
     eos_ids = end_ids(files, run.target)
     pad_ids = _ids(files.tokenizer().pad_token_id) | _ids(files.raw_config.get("pad_token_id"))
     return EvalTarget(
-        target=Decoder(target, layer_ids),
+        run=run,
+        files=files,
+        layer_ids=tuple(layer_ids),
         prompts=prompts,
         dropped=tuple(dropped.lines()),
         eos_ids=eos_ids,
         reserved_ids=eos_ids | pad_ids,
+        dtype=compute_dtype(run.target.dtype, place.kind),
+        device=torch.device(place.device),
+    )
+
+
+def _loaded(
+    files: TargetFiles, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> LoadedTarget:
+    target = Target.load(files, (), device, dtype)
+    return LoadedTarget(
+        target=Decoder(target, layer_ids),
+        layer_ids=tuple(layer_ids),
         embed_VH=_weight(target.model.get_input_embeddings()),
         head_VH=_weight(target.head),
-        num_layers=files.num_layers,
-        dtype=dtype,
-        device=target.device,
     )
 
 
@@ -169,13 +226,16 @@ def _prompts(run: Run, files: TargetFiles, dropped: Dropped) -> Iterator[Prompt]
             continue
         try:
             ids = template.prompt_ids(files.tokenizer(), messages, run.target)
+            num_new = room(len(ids), max_len, run.eval.max_new_tokens, run.data.overlong)
         except template.RenderError as error:
-            dropped.add(str(error), where)
+            dropped.add(str(error), where, is_bad=str(error) not in LEFT_OUT)
             continue
-        if len(ids) >= max_len:
-            dropped.add(TOO_LONG, where, is_bad=False)
-            continue
-        yield Prompt(key=conversation.key, domain=conversation.domain, ids=tuple(ids))
+        yield Prompt(
+            key=conversation.key,
+            domain=conversation.domain,
+            ids=tuple(ids),
+            max_new_tokens=num_new,
+        )
     dropped.check(run.data.max_bad_share)
 
 

@@ -5,12 +5,15 @@ Run again with the same settings it adds what is missing; ids in the file are no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Set
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 
-from dflash_pipeline.capture import endpoint, settings
+from dflash_pipeline.capture import endpoint, settings, twin
 from dflash_pipeline.capture.answer_file import AnswerFile
-from dflash_pipeline.capture.answerer import TOO_LONG, Answerer
+from dflash_pipeline.capture.answerer import LEFT_OUT, Answerer
 from dflash_pipeline.capture.answers import Dialogue, dialogues, sampling
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Dropped
@@ -22,6 +25,8 @@ from dflash_pipeline.store.runlog import RunLog
 
 # dialogues sorted by length at a time, in batches: little padding at constant memory
 _WINDOW_BATCHES = 16
+# of the rehearsal: a batch with padding in it, and more than one step with the cache
+_TRIAL_PROMPTS, _TRIAL_TOKENS = 2, 3
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -40,13 +45,35 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         if files is None or run.generate.endpoints:
             num_new = endpoint.answer_all(fresh, out, run, files, num_todo, dropped, log)
         else:
-            answerer = Answerer(files, run.target, run.generate, run.data.max_len, place)
+            if num_todo:
+                rehearse(run, place, files, log)
+            answerer = Answerer(files, run.target, run.generate, run.data, place)
             num_new = _answer_here(fresh, out, run, answerer, num_todo, dropped, log)
         for line in dropped.lines():
             log.say(f"left out {line}")
         log.say(f"{num_new} answers added to {run.generate.out}; {len(done)} were there before")
     finally:
         out.close()
+
+
+def rehearse(run: Run, place: Place, files: TargetFiles, log: RunLog) -> None:
+    """The first prompts through the whole path on a tiny random twin of the target, on the CPU.
+
+    Whatever a setting breaks, it breaks here, before real weights load. Writes nothing.
+    """
+    with twin.made(run, files, log.say) as small:
+        if small is None:
+            return
+        config = replace(
+            run.generate, max_new_tokens=min(_TRIAL_TOKENS, run.generate.max_new_tokens)
+        )
+        here = replace(place, kind="cpu", device="cpu")
+        answerer = Answerer(small.files, small.run.target, config, run.data, here)
+        fresh = dialogues(run.data, run.generate.samples, 0, 1, Dropped())
+        batch = [one for _, one in islice(_sized(fresh, answerer, Dropped()), _TRIAL_PROMPTS)]
+        if batch:
+            answerer.answer(batch, lambda _count: None)
+            json.dumps([dialogue.line(config) for dialogue in batch])
 
 
 def run_settings(run: Run, files: TargetFiles | None) -> dict[str, object]:
@@ -56,6 +83,7 @@ def run_settings(run: Run, files: TargetFiles | None) -> dict[str, object]:
         "target": files.directory.name if files is not None else "",
         "template_args": template_arguments_text(run.target),
         "max_len": run.data.max_len,
+        "overlong": run.data.overlong,
     }
     if files is not None:
         found["tokenizer_hash"] = files.tokenizer_hash()
@@ -93,6 +121,8 @@ def _answer_here(
 ) -> int:
     """Answer with the loaded target; the number of new answers."""
     num_new = num_tokens = 0
+    # from here on answers are counted, and the time that they take
+    log.progress(0, num_todo, "answers", tokens=0)
     sized = _sized(fresh, answerer, dropped)
     while window := list(islice(sized, _WINDOW_BATCHES * run.generate.batch_size)):
         # the longest first: memory that will not do is found out at once
@@ -100,11 +130,17 @@ def _answer_here(
         while window:
             batch = [dialogue for _, dialogue in window[: answerer.batch_size]]
             del window[: answerer.batch_size]
-            num_tokens += answerer.answer(batch)
+            tell = partial(_tell, log, num_new, num_todo, num_tokens)
+            num_tokens += answerer.answer(batch, tell)
             out.append([dialogue.line(run.generate) for dialogue in batch])
             num_new += len(batch)
             log.progress(num_new, num_todo, "answers", tokens=num_tokens)
     return num_new
+
+
+def _tell(log: RunLog, num_new: int, num_todo: int, num_before: int, num_batch: int) -> None:
+    """The first batch may take minutes: its tokens are counted while it is under way."""
+    log.progress(num_new, num_todo, "answers", tokens=num_before + num_batch)
 
 
 def _sized(
@@ -116,4 +152,4 @@ def _sized(
             first = {"role": "user", "content": dialogue.questions[0]}
             yield len(answerer.prompt([*dialogue.messages, first])), dialogue
         except RenderError as error:
-            dropped.add(str(error), dialogue.key, is_bad=str(error) != TOO_LONG)
+            dropped.add(str(error), dialogue.key, is_bad=str(error) not in LEFT_OUT)

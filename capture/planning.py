@@ -76,12 +76,14 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         hashed = data_hash(run)
         if store is not None:
             check_same(store, run, files, kind, hashed)
-            log.say(progress_text(store))
-            return
         dropped = Dropped()
         conversations = read(run.data.files, run.data.limit, dropped)
-        first = list(islice(conversations, NUM_PREFLIGHT))
-        preflight.check(run, files, first)
+        if store is None or not store.is_complete:
+            first = list(islice(conversations, NUM_PREFLIGHT))
+            preflight.check(run, files, first, log.say)
+        if store is not None:
+            log.say(progress_text(store))
+            return
         counted = _counted(chain(first, conversations), dropped, log)
         store = build_store(run, files, kind, counted, dropped, hashed, place.threads, log.say)
         log.say(f"planned {len(store.table)} samples in {sum(store.layout.num_shards)} shards")

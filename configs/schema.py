@@ -68,7 +68,8 @@ class DataConfig:
     max_len: int = 3072
     """Longest sample, in tokens."""
     overlong: Literal["truncate", "drop"] = "truncate"
-    """What happens to a longer one."""
+    """What happens to a longer one: cut off there, or left out. generate and eval cut the answer
+    off, or leave out a prompt without room for `max_new_tokens`; servers have their own limit."""
     limit: int = 0
     """Rows read at most; 0: all."""
     heldout: float = 0.02
@@ -433,7 +434,7 @@ class EvalConfig:
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     limit: int = 0
-    """Prompts a domain, at most; 0: all."""
+    """Prompts, or samples of a store, of each domain, at most; 0: all."""
     as_stored: bool = False
     """Round live features through the store's mode before the drafter sees them."""
     lookup_ngram: int = 3

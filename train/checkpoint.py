@@ -150,10 +150,12 @@ def save(
     shape: DrafterShape,
     state: Mapping[str, Tensor],
     progress: Progress,
+    trained_on: Mapping[str, str] | None = None,
 ) -> Path:
     """Write OUT/step-..., whole or not at all, and let OUT/last point to it.
 
     `state`, in host memory: what `Optimizer.state` gave, and `rng`, torch's CPU generator.
+    trained_on: see `export.rendering`.
     """
     final = step_directory(out, progress.step)
     aside = out / f".{final.name}"
@@ -161,7 +163,7 @@ def save(
     shutil.rmtree(aside, ignore_errors=True)
     prefix = "master."
     masters = {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
-    write_zlab(aside, shape, masters)
+    write_zlab(aside, shape, masters, trained_on)
     folder = aside / _STATE
     folder.mkdir()
     write_tensors(folder / "state.safetensors", state, {})

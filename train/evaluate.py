@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -34,9 +35,10 @@ from dflash_pipeline.train.decode import (
     first_difference,
 )
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import Checkpoint, read_checkpoint
+from dflash_pipeline.train.export import Checkpoint, read_checkpoint, rendering
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.lookup import PromptLookup
+from dflash_pipeline.train.preflight import twin_shape
 from dflash_pipeline.train.replay import held_out, replay, replay_lookup
 from dflash_pipeline.train.report import (
     ALL,
@@ -50,6 +52,8 @@ from dflash_pipeline.train.report import (
 )
 from dflash_pipeline.train.shape import DrafterShape
 
+# of the rehearsal: more than one cycle over a short prompt
+_TRIAL_PROMPT_TOKENS, _TRIAL_TOKENS = 16, 4
 TRAINED, UNTRAINED, LOOKUP = "trained", "untrained", "lookup"
 
 
@@ -62,13 +66,26 @@ class Prompt(Protocol):
     def domain(self) -> str: ...
     @property
     def ids(self) -> Sequence[int]: ...
+    @property
+    def max_new_tokens(self) -> int: ...
 
 
-class EvalTarget(Protocol):
-    """A loaded target; `capture/decoder.py` has one."""
+class LoadedTarget(Protocol):
+    """A target that decodes."""
 
     @property
     def target(self) -> DecodeTarget: ...
+    @property
+    def layer_ids(self) -> Sequence[int]: ...
+    @property
+    def embed_VH(self) -> Tensor: ...
+    @property
+    def head_VH(self) -> Tensor: ...
+
+
+class EvalTarget(Protocol):
+    """What is known of a target before it is loaded; `capture/decoder.py` has one."""
+
     @property
     def prompts(self) -> Sequence[Prompt]: ...
     @property
@@ -78,15 +95,19 @@ class EvalTarget(Protocol):
     @property
     def reserved_ids(self) -> Set[int]: ...
     @property
-    def embed_VH(self) -> Tensor: ...
-    @property
-    def head_VH(self) -> Tensor: ...
-    @property
     def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def rendering(self) -> Mapping[str, str]: ...
     @property
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+    def load(self) -> LoadedTarget: ...
+    def load_twin(self, say: Callable[[str], None]) -> LoadedTarget | None: ...
 
 
 OpenTarget = Callable[[Run, Place, Sequence[int]], EvalTarget]
@@ -131,11 +152,19 @@ def by_decoding(
     opened = open_target(run, place, shape.layer_ids)
     for line in opened.dropped:
         log.say(f"not used: {line}")
-    vocab_size, hidden_size = opened.embed_VH.shape
-    check_fits(checkpoint, opened.num_layers, hidden_size, vocab_size, opened.reserved_ids)
-    head = TargetHead(opened.embed_VH, opened.head_VH, shape)
+    check_fits(
+        checkpoint,
+        opened.num_layers,
+        opened.hidden_size,
+        opened.vocab_size,
+        opened.reserved_ids,
+    )
+    check_rendering(checkpoint, opened.rendering, "this command")
     rounding = _rounding(run, shape) if run.eval.as_stored else None
     trained, untrained = drafters(checkpoint, run.train.seed, opened.device, opened.dtype)
+    rehearse(run, shape, opened, rounding, log)
+    loaded = opened.load()
+    head = TargetHead(loaded.embed_VH, loaded.head_VH, shape)
     draftings: dict[str, Drafting] = {
         TRAINED: ModelDrafting(trained, head, rounding),
         UNTRAINED: ModelDrafting(untrained, head, rounding),
@@ -145,10 +174,8 @@ def by_decoding(
     prompts_T = [torch.tensor(prompt.ids, device=opened.device) for prompt in opened.prompts]
     plain = list[Answer]()
     began = time.perf_counter()
-    for prompt_T in prompts_T:
-        plain.append(
-            decode_plainly(opened.target, prompt_T, run.eval.max_new_tokens, opened.eos_ids)
-        )
+    for prompt, prompt_T in zip(opened.prompts, prompts_T, strict=True):
+        plain.append(decode_plainly(loaded.target, prompt_T, prompt.max_new_tokens, opened.eos_ids))
         log.progress(len(plain), total, "answers")
     plain_seconds = time.perf_counter() - began
     arms, mismatches = dict[str, Arm](), list[Mismatch]()
@@ -158,7 +185,7 @@ def by_decoding(
         began = time.perf_counter()
         for prompt, prompt_T, reference in zip(opened.prompts, prompts_T, plain, strict=True):
             answer = decode(
-                opened.target, drafting, prompt_T, run.eval.max_new_tokens, opened.eos_ids
+                loaded.target, drafting, prompt_T, prompt.max_new_tokens, opened.eos_ids
             )
             tallies[prompt.domain].add(answer.cycles)
             found = first_difference(reference, answer)
@@ -185,6 +212,7 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
     spec, names = store.spec, store.table.domains
     check_fits(checkpoint, spec.num_target_layers, spec.hidden_size, spec.vocab_size, frozenset())
     check_layers(shape, store)
+    check_rendering(checkpoint, rendering(spec), f"store {store.path}")
     samples: dict[str, list[int]] = {}
     for index in held_out(store):
         of_domain = samples.setdefault(names[int(store.table.domain[index])], [])
@@ -225,6 +253,39 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
         mismatches=[],
         is_judged=False,
     )
+
+
+def rehearse(
+    run: Run,
+    shape: DrafterShape,
+    opened: EvalTarget,
+    rounding: Callable[[Tensor], Tensor] | None,
+    log: RunLog,
+) -> None:
+    """A few tokens with random twins of target and drafter on the CPU, before real weights load."""
+    twin = opened.load_twin(log.say)
+    if twin is None:
+        return
+    if rounding is not None:
+        rounding(torch.zeros(1, shape.num_features, shape.hidden_size))
+    vocab_size, hidden_size = twin.embed_VH.shape
+    small = replace(
+        twin_shape(shape),
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        mask_token_id=shape.mask_token_id,
+        layer_ids=tuple(twin.layer_ids),
+    )
+    drafter = Drafter(small)
+    drafter.initialise(run.train.seed)
+    drafter.requires_grad_(False)
+    head = TargetHead(twin.embed_VH, twin.head_VH, small)
+    lookup = PromptLookup(small.block_size - 1, run.eval.lookup_ngram)
+    prompt_T = torch.tensor(opened.prompts[0].ids[-_TRIAL_PROMPT_TOKENS:])
+    num_new = min(run.eval.max_new_tokens, _TRIAL_TOKENS)
+    decode_plainly(twin.target, prompt_T, num_new, opened.eos_ids)
+    for drafting in (ModelDrafting(drafter, head, None), LookupDrafting(lookup)):
+        decode(twin.target, drafting, prompt_T, num_new, opened.eos_ids)
 
 
 def _rounding(run: Run, shape: DrafterShape) -> Callable[[Tensor], Tensor]:
@@ -280,6 +341,26 @@ def check_fits(
     if problems:
         listed = "; it has ".join(problems)
         raise UsageError(f"drafter {checkpoint.path} does not fit the target: it has {listed}")
+
+
+def check_rendering(checkpoint: Checkpoint, found: Mapping[str, str], whose: str) -> None:
+    """Raise UsageError if prompts are made in another way than the store that was trained on.
+
+    A drafter knows what its target says under one template and one set of arguments; under others
+    (thinking on instead of off) tau is that of another task. whose: what `found` is of.
+    """
+    trained_on = checkpoint.trained_on
+    differing = [
+        f"{name} {trained_on[name]!r}, {whose} has {value!r}"
+        for name, value in found.items()
+        if name in trained_on and trained_on[name] != value
+    ]
+    if differing:
+        raise UsageError(
+            f"drafter {checkpoint.path} was trained on a store of {'; '.join(differing)}: its tau "
+            "would be that of another task. Set --thinking, --template-arg and --system-prompt, or "
+            "the target, to those of the store"
+        )
 
 
 def drafters(

@@ -24,10 +24,12 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import durable, open_store
 from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.store.spec import StoreSpec
 from dflash_pipeline.train import layout
 from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
 from dflash_pipeline.train.tensorfile import write_tensors
 
+_TRAINED_ON = "trained_on.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # the format's own limit; a longer header is a broken or hostile file
@@ -46,16 +48,34 @@ class Checkpoint:
     shape: DrafterShape
     tensors: dict[str, torch.Tensor]
     """Under `Drafter`'s names, in the dtype of the file (bf16 when written here)."""
+    trained_on: Mapping[str, str]
+    """`rendering` of the store it was trained on; empty where nobody wrote it down."""
 
 
-def write_zlab(path: Path, shape: DrafterShape, tensors: Mapping[str, torch.Tensor]) -> None:
+def rendering(spec: StoreSpec) -> dict[str, str]:
+    """What of a store's identity says how its conversations became tokens."""
+    return {
+        "tokenizer_hash": spec.tokenizer_hash,
+        "template_hash": spec.template_hash,
+        "template_args": spec.template_args,
+    }
+
+
+def write_zlab(
+    path: Path,
+    shape: DrafterShape,
+    tensors: Mapping[str, torch.Tensor],
+    trained_on: Mapping[str, str] | None = None,
+) -> None:
     """Write a directory that vLLM, SGLang and z-lab's code load. `tensors`: `Drafter`'s names.
 
     Rounded to bf16, read back and compared bit for bit before the directory gets its name.
+    `trained_on` is kept in a file that servers do not read.
     ValueError names each wrong tensor, and a path that exists.
     """
     body = _body(shape, tensors)
-    _write(path, shape, layout.zlab_config(shape), body, layout.zlab_tensors(shape))
+    config, expected = layout.zlab_config(shape), layout.zlab_tensors(shape)
+    _write(path, shape, config, body, expected, trained_on)
 
 
 def write_speculators(
@@ -66,6 +86,7 @@ def write_speculators(
     head_VH: torch.Tensor,
     target_id: str,
     target_architectures: Sequence[str],
+    trained_on: Mapping[str, str] | None = None,
 ) -> None:
     """Write the speculators layout, which also carries the target's embedding and head."""
     config = layout.speculators_config(shape, target_id, target_architectures)
@@ -79,7 +100,7 @@ def write_speculators(
         # an offset from the drafter's id to the target's: vLLM adds it to arange
         "d2t": torch.zeros(shape.vocab_size, dtype=torch.int64),
     }
-    _write(path, shape, config, body, layout.speculators_tensors(shape))
+    _write(path, shape, config, body, layout.speculators_tensors(shape), trained_on)
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -103,6 +124,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
                 f"{layout.SPECULATORS_ARCHITECTURE}"
             )
         tensors = _read_tensors(directory, expected)
+        is_told = (directory / _TRAINED_ON).is_file()
+        trained_on = _read_json(directory / _TRAINED_ON) if is_told else {}
     except KeyError as error:
         raise ValueError(f"{directory}/config.json has no key {error}: not a DFlash drafter") from (
             error
@@ -115,7 +138,11 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         for extra in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t"):
             del tensors[extra]
     return Checkpoint(
-        path=directory, layout=name, shape=shape, tensors=layout.split(tensors, shape)
+        path=directory,
+        layout=name,
+        shape=shape,
+        tensors=layout.split(tensors, shape),
+        trained_on=trained_on,
     )
 
 
@@ -139,7 +166,7 @@ def main(run: Run, place: Place, extra: Mapping[str, object]) -> None:
     out = Path(str(extra["out"]))
     target_id = run.target.id or "TARGET"
     if extra["layout"] == "zlab":
-        write_zlab(out, checkpoint.shape, checkpoint.tensors)
+        write_zlab(out, checkpoint.shape, checkpoint.tensors, checkpoint.trained_on)
     else:
         store_path = str(extra["store"] or run.store.path)
         if not store_path:
@@ -158,6 +185,7 @@ def main(run: Run, place: Place, extra: Mapping[str, object]) -> None:
             _bf16(store.head()),
             target_id,
             store.target_config().get("architectures") or [],
+            checkpoint.trained_on,
         )
     log.say(f"{checkpoint.path} is now {out} ({extra['layout']} layout), read back bit for bit")
     log.say("next: serve it with one of")
@@ -188,6 +216,7 @@ def _write(
     config: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     expected: Mapping[str, tuple[int, ...]],
+    trained_on: Mapping[str, str] | None,
 ) -> None:
     if path.exists():
         raise UsageError(f"{path} exists: choose another --out or remove it")
@@ -200,6 +229,9 @@ def _write(
     try:
         (aside / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
         write_tensors(aside / _WEIGHTS, tensors, {"format": "pt"})
+        if trained_on:
+            told = json.dumps(dict(trained_on), indent=2)
+            durable.write_durably(aside / _TRAINED_ON, told.encode())
         for file in (aside / "config.json", aside):
             durable.sync(file)
         if (again := read_checkpoint(aside).shape) != shape:

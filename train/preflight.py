@@ -6,10 +6,8 @@ and optimizer, but a few numbers wide and on the CPU.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ import torch
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.drafter import Drafter
@@ -72,7 +71,7 @@ def check_device(shape: DrafterShape, place: Place) -> None:
 
 def rehearse(run: Run, shape: DrafterShape, place: Place) -> None:
     """One step, an export and its reading back, with a twin of the drafter."""
-    twin = _twin(shape)
+    twin = twin_shape(shape)
     drafter = Drafter(twin)
     drafter.initialise(run.train.seed)
     generator = torch.Generator().manual_seed(0)
@@ -90,13 +89,14 @@ def rehearse(run: Run, shape: DrafterShape, place: Place) -> None:
             "a rehearsal with random numbers gave a loss or gradient that is not finite: "
             "check optim, loss and drafter settings"
         )
-    with tempfile.TemporaryDirectory(prefix="dflash-rehearsal-") as folder:
-        path = Path(folder) / "step"
-        write_zlab(path, twin, optimizer.masters())
+    with scratch("rehearsal") as folder:
+        path = folder / "step"
+        write_zlab(path, twin, optimizer.masters(), {"template_args": "{}"})
         read_checkpoint(path)
 
 
-def _twin(shape: DrafterShape) -> DrafterShape:
+def twin_shape(shape: DrafterShape) -> DrafterShape:
+    """A few numbers wide, with one layer of each type."""
     layer_types = tuple(dict.fromkeys(shape.layer_types))
     return replace(
         shape,

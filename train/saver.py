@@ -27,10 +27,19 @@ class Saver:
     """Belongs to rank 0. The thread's first error is raised at the next call."""
 
     def __init__(
-        self, out: Path, shape: DrafterShape, keep: int, state: Mapping[str, Tensor]
+        self,
+        out: Path,
+        shape: DrafterShape,
+        keep: int,
+        state: Mapping[str, Tensor],
+        trained_on: Mapping[str, str] | None = None,
     ) -> None:
-        """`state`: what each checkpoint will hold; only sizes and types count here."""
+        """`state`: what each checkpoint will hold; only sizes and types count here.
+
+        trained_on: see `export.rendering`.
+        """
         self._out, self._shape, self._keep = out, shape, keep
+        self._trained_on = trained_on
         self._copy = _HostCopy(state)
         self._saved_step = -1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -70,7 +79,8 @@ class Saver:
             self._pending.popleft().result()
 
     def _write(self, progress: Progress, rng: Tensor) -> None:
-        checkpoint.save(self._out, self._shape, {**self._copy.tensors, "rng": rng}, progress)
+        state = {**self._copy.tensors, "rng": rng}
+        checkpoint.save(self._out, self._shape, state, progress, self._trained_on)
         checkpoint.prune(self._out, self._keep)
 
     def _point_best(self, step: int) -> None:

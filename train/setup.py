@@ -19,7 +19,7 @@ from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import checkpoint, preflight
 from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.export import read_checkpoint, rendering
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.journal import Journal
@@ -134,7 +134,9 @@ def build(
     optimizer = Optimizer(drafter.named_parameters(), run.optim, group, run.train.log_every, dtype)
     saver = None
     if group.rank == 0:
-        saver = Saver(out, shape, run.train.keep, optimizer.state())
+        # of several stores all are of one identity
+        trained_on = rendering(stores[0].spec)
+        saver = Saver(out, shape, run.train.keep, optimizer.state(), trained_on)
     progress = Progress(
         step=0,
         position=Position(0, 0, 0),

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from dflash_pipeline.capture import decoder
-from dflash_pipeline.capture.answerer import TOO_LONG
+from dflash_pipeline.capture.answerer import NO_ROOM, TOO_LONG
 from dflash_pipeline.capture.decoder import Decoder, open_target
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.errors import UsageError
@@ -122,6 +122,7 @@ def test_prompts_are_read_up_to_the_last_user_turn(
     files = SimpleNamespace(
         name="tiny",
         num_layers=4,
+        check_weights=lambda: None,
         tokenizer=Tokenizer,
         raw_config={"eos_token_id": 2, "pad_token_id": 0},
         text_config={"max_position_embeddings": 5},
@@ -157,6 +158,15 @@ def test_prompts_are_read_up_to_the_last_user_turn(
         open_target(run, place, (1, 4))
     shorter = replace(run, data=replace(run.data, max_len=2))
     assert [prompt.key for prompt in open_target(shorter, place, (1,)).prompts] == ["b"]
+    assert [prompt.max_new_tokens for prompt in opened.prompts] == [3, 3, 1]
+    whole = replace(
+        run,
+        data=replace(run.data, overlong="drop"),
+        eval=replace(run.eval, max_new_tokens=3),
+    )
+    opened = open_target(whole, place, (1,))
+    assert [prompt.key for prompt in opened.prompts] == ["a", "c"]
+    assert f"1 x {NO_ROOM} (prompts.jsonl:5)" in opened.dropped
     stricter = replace(run, data=replace(run.data, max_bad_share=0.1))
     with pytest.raises(ValueError, match="1 of 6 rows are unusable"):
         open_target(stricter, place, (1,))

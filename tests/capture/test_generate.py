@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from dflash_pipeline.capture import generate
 from dflash_pipeline.capture.answer_file import AnswerFile
 from dflash_pipeline.capture.answerer import Answerer, end_ids, gumbel
 from dflash_pipeline.capture.answers import Dialogue
-from dflash_pipeline.capture.model import resolve
+from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Dropped, read
+from dflash_pipeline.capture.target import Target
 from dflash_pipeline.capture.template import prompt_ids
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import DataConfig, GenerateConfig, Run, TargetConfig
+from dflash_pipeline.store.runlog import RunLog
 
 NUM_PROMPTS = 7
 
@@ -83,7 +86,9 @@ def test_answers_equal_greedy_decoding_one_by_one(tmp_path: Path, target: str) -
     run = run_of(tmp_path, target)
     generate.main(run, place_of(tmp_path), {})
     files = resolve(run.target)
-    model = Answerer(files, run.target, run.generate, 512, place_of(tmp_path))._model
+    model = Answerer(
+        files, run.target, run.generate, DataConfig(max_len=512), place_of(tmp_path)
+    )._model
     found = answers(run)
     assert len(found) == NUM_PROMPTS
     for line in found.values():
@@ -116,16 +121,18 @@ def test_every_user_turn_is_answered_in_order(tmp_path: Path, target: str) -> No
     # any byte ends an answer, so none is cut by the limit
     run = run_of(tmp_path, target)
     files = resolve(run.target)
-    answerer = Answerer(files, run.target, run.generate, 512, place_of(tmp_path))
+    answerer = Answerer(
+        files, run.target, run.generate, DataConfig(max_len=512), place_of(tmp_path)
+    )
     answerer._ends = frozenset(range(272))
     dialogue = Dialogue("two", "chat", [], ["One?", "Two?"])
-    assert answerer.answer([dialogue]) == 2
+    assert answerer.answer([dialogue], print) == 2
     assert [turn["role"] for turn in dialogue.messages] == ["user", "assistant"] * 2
     assert dialogue.messages[2]["content"] == "Two?"
     assert dialogue.finishes == ["stop", "stop"]
     answerer._ends = frozenset()
     cut = Dialogue("two", "chat", [], ["One?", "Two?"])
-    answerer.answer([cut])
+    answerer.answer([cut], print)
     assert (cut.finishes, len(cut.messages)) == (["length"], 2)
 
 
@@ -257,15 +264,18 @@ def test_a_batch_that_does_not_fit_is_halved(
     sizes = []
     original = Answerer._generate_part
 
-    def small_only(self: Answerer, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+    def small_only(
+        self: Answerer, prompts: list[list[int]], seeds: list[int], tell: Callable[[int], None]
+    ) -> list[list[int]]:
         sizes.append(len(prompts))
         if len(prompts) > 2:
             raise torch.OutOfMemoryError("no memory")
-        return original(self, prompts, seeds)
+        return original(self, prompts, seeds, tell)
 
     monkeypatch.setattr(Answerer, "_generate_part", small_only)
     generate.main(run, place_of(tmp_path), {})
-    assert (sizes[0], max(sizes[1:])) == (4, 2)
+    # the first is the rehearsal's
+    assert (sizes[1], max(sizes[2:])) == (4, 2)
     assert answers(run) == wanted
 
 
@@ -280,6 +290,66 @@ def test_prompts_that_are_too_long_or_have_no_question_are_left_out(
     data.write_text('{"text": "no question"}\n')
     with pytest.raises(ValueError, match=r"1 of 1 rows are unusable.*no user turn"):
         generate.main(run, place_of(tmp_path), {})
+
+
+def test_an_answer_ends_at_the_longest_conversation_or_its_prompt_is_left_out(
+    tmp_path: Path, target: str
+) -> None:
+    run = run_of(tmp_path, target)
+    generate.main(run, place_of(tmp_path), {})
+    whole = answers(run)
+    # between the longest prompt alone and with its answer
+    max_len = 1 + max(line["loss_spans"][0][0] for line in whole.values())
+    for overlong in ("truncate", "drop"):
+        out = str(tmp_path / f"{overlong}.jsonl")
+        data = DataConfig(files=run.data.files, max_len=max_len, overlong=overlong)
+        cut = replace(run, data=data, generate=replace(run.generate, out=out))
+        generate.main(cut, place_of(tmp_path), {})
+        found = answers(cut)
+        has_room = {key for key, line in whole.items() if line["loss_spans"][0][0] + 12 <= max_len}
+        assert len(has_room) < len(whole)
+        if overlong == "drop":
+            assert set(found) == has_room
+            continue
+        for key, line in whole.items():
+            assert (
+                found[key]["token_ids"]
+                == line["token_ids"][:max_len][: len(found[key]["token_ids"])]
+            )
+            assert len(found[key]["token_ids"]) <= max_len
+        assert any(line["finish"] == ["length"] for line in found.values())
+
+
+def test_a_batch_tells_how_many_tokens_it_has_while_it_is_under_way(
+    tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_pipeline.capture.answerer.TELL_EVERY_S", 0.0)
+    told: list[tuple[float, float]] = []
+    monkeypatch.setattr(
+        RunLog, "progress", lambda _log, done, _all, _unit, tokens: told.append((done, tokens))
+    )
+    generate.main(run_of(tmp_path, target, batch_size=NUM_PROMPTS), place_of(tmp_path), {})
+    assert told[0] == (0, 0)
+    under_way = [tokens for done, tokens in told[1:] if done == 0]
+    assert len(under_way) > 10
+    assert under_way == sorted(under_way)
+    assert 0 < under_way[0] <= NUM_PROMPTS < under_way[-1] <= told[-1][1]
+
+
+def test_the_path_is_tried_on_a_twin_before_the_weights_load(
+    tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def load(files: TargetFiles, *_others: object) -> None:
+        loaded.append(files.name)
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(Target, "load", load)
+    with pytest.raises(ValueError, match="stop here"):
+        generate.main(run_of(tmp_path, target), place_of(tmp_path), {})
+    assert [Path(name).name for name in loaded] == ["twin"]
+    assert not Path(tmp_path / "answers.jsonl").read_text()
 
 
 def test_every_end_token_of_the_target_stops_an_answer(

@@ -38,7 +38,9 @@ NUM_ROWS = 40
 def preflights(monkeypatch: pytest.MonkeyPatch) -> list[list[Conversation]]:
     """The preflight has tests of its own; here it only records what it was given."""
     seen: list[list[Conversation]] = []
-    monkeypatch.setattr(planning.preflight, "check", lambda run, files, first: seen.append(first))
+    monkeypatch.setattr(
+        planning.preflight, "check", lambda run, files, first, say: seen.append(first)
+    )
     return seen
 
 
@@ -284,6 +286,13 @@ def test_several_processes_render_the_same_in_the_same_order(
     assert {name: list(values) for name, values in first.columns.items()} == {
         name: list(values) for name, values in second.columns.items()
     }
+
+
+def test_a_store_that_lacks_shards_is_tried_again(
+    planned_run: Run, tmp_path: Path, preflights: list[list[Conversation]]
+) -> None:
+    planned(planned_run, tmp_path)
+    assert [one.key for one in preflights[0]] == [f"row-{i}" for i in range(8)]
 
 
 def test_a_resumed_capture_says_how_far_it_is(planned_run: Run, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def _save(out: Path, shape: DrafterShape, step: int) -> Path:
     drafter.initialise(step)
     state = {f"master.{name}": tensor.detach() for name, tensor in drafter.named_parameters()}
     state["rng"] = torch.get_rng_state()
-    return checkpoint.save(out, shape, state, _progress(step))
+    return checkpoint.save(out, shape, state, _progress(step), {"template_args": "{}"})
 
 
 def _progress(step: int) -> Progress:
@@ -37,6 +37,7 @@ def test_a_checkpoint_is_servable_and_holds_the_state(tmp_path: Path, shape: Dra
     path = _save(tmp_path, shape, 7)
     assert path.name == "step-00000007"
     assert read_checkpoint(path).shape.layer_ids == (1, 3, 5)
+    assert read_checkpoint(path).trained_on == {"template_args": "{}"}
     assert read_checkpoint(tmp_path).path.resolve() == path
     torch.rand(5)
     progress, state = checkpoint.load(path, torch.device("cpu"))

@@ -27,6 +27,7 @@ from dflash_pipeline.train.export import read_checkpoint, write_zlab
 from dflash_pipeline.train.shape import DrafterShape
 
 VOCAB, WIDTH = 24, 16
+RENDERING = {"tokenizer_hash": "t1", "template_hash": "c1", "template_args": "{}"}
 SHAPE = DrafterShape(
     hidden_size=WIDTH,
     intermediate_size=24,
@@ -92,12 +93,18 @@ class Prompt:
     key: str
     domain: str
     ids: tuple[int, ...]
+    max_new_tokens: int = 30
 
 
 def opened(slip: tuple[int, int] | None = None, gap: float = 1.0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
+    loaded = SimpleNamespace(
+        target=CountingTarget(slip, gap),
+        layer_ids=SHAPE.layer_ids,
+        embed_VH=torch.randn(VOCAB, WIDTH, generator=generator),
+        head_VH=torch.randn(VOCAB, WIDTH, generator=generator),
+    )
     fields: dict[str, Any] = {
-        "target": CountingTarget(slip, gap),
         "prompts": (
             Prompt("a", "math", (5, 6, 7)),
             Prompt("b", "math", (9,)),
@@ -106,9 +113,12 @@ def opened(slip: tuple[int, int] | None = None, gap: float = 1.0, **changes: Any
         "dropped": ("2 x tool turn (p.jsonl:1, p.jsonl:4)",),
         "eos_ids": frozenset({18}),
         "reserved_ids": frozenset({18, 0}),
-        "embed_VH": torch.randn(VOCAB, WIDTH, generator=generator),
-        "head_VH": torch.randn(VOCAB, WIDTH, generator=generator),
         "num_layers": 5,
+        "hidden_size": WIDTH,
+        "vocab_size": VOCAB,
+        "rendering": RENDERING,
+        "load": lambda: loaded,
+        "load_twin": lambda _say: loaded,
         "dtype": torch.float32,
         "device": torch.device("cpu"),
     }
@@ -119,7 +129,7 @@ def opened(slip: tuple[int, int] | None = None, gap: float = 1.0, **changes: Any
 def checkpoint(tmp_path: Path) -> Path:
     drafter = Drafter(SHAPE)
     drafter.initialise(seed=5)
-    write_zlab(tmp_path / "drafter", SHAPE, dict(drafter.named_parameters()))
+    write_zlab(tmp_path / "drafter", SHAPE, dict(drafter.named_parameters()), RENDERING)
     return tmp_path / "drafter"
 
 
@@ -212,7 +222,9 @@ def test_bf16_outputs_are_reported_and_not_judged(
     checkpoint: Path, place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     half = opened(slip=(4, 3), dtype=torch.bfloat16)
-    half.embed_VH, half.head_VH = half.embed_VH.bfloat16(), half.head_VH.bfloat16()
+    loaded = half.load()
+    loaded.embed_VH, loaded.head_VH = loaded.embed_VH.bfloat16(), loaded.head_VH.bfloat16()
+    half.load_twin = lambda _say: None
     evaluate.main(settings(checkpoint), place, {}, lambda *_: half)
     assert (found(checkpoint)["identical"], found(checkpoint)["judged"]) == (False, False)
     assert "no (not fp32: reported, not judged)" in capsys.readouterr().out
@@ -221,9 +233,15 @@ def test_bf16_outputs_are_reported_and_not_judged(
 class FakeStore:
     """Six samples of counting tokens in two domains, four held out, one of those unreadable."""
 
+    path = "s"
+
     def __init__(self) -> None:
         self.spec = SimpleNamespace(
-            layer_ids=(0, 1, 2), num_target_layers=5, hidden_size=WIDTH, vocab_size=VOCAB
+            layer_ids=(0, 1, 2),
+            num_target_layers=5,
+            hidden_size=WIDTH,
+            vocab_size=VOCAB,
+            **RENDERING,
         )
         self.calibration = Calibrated()
         self.table = SimpleNamespace(
@@ -271,6 +289,57 @@ def test_without_prompts_held_out_samples_are_replayed(
         lambda *_: None,
     )
     assert found(checkpoint)["num_prompts"] == 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"template_args": '{"enable_thinking":true}'},
+        {"template_hash": "c2"},
+        {"tokenizer_hash": ""},
+    ],
+)
+def test_prompts_made_in_another_way_than_the_store_s_are_refused(
+    changed: dict[str, str], checkpoint: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = changed
+    words = f"was trained on a store of {name} {RENDERING[name]!r}, (this command|store s) has"
+    other = opened(rendering=RENDERING | changed, load=lambda: pytest.fail("the weights loaded"))
+    with pytest.raises(UsageError, match=words):
+        evaluate.main(settings(checkpoint), place, {}, lambda *_: other)
+    store = FakeStore()
+    vars(store.spec).update(changed)
+    monkeypatch.setattr(evaluate, "open_store", lambda _path: store)
+    run = dataclasses.replace(settings(checkpoint, prompts=()), store=StoreConfig(path="s"))
+    with pytest.raises(UsageError, match=words):
+        evaluate.main(run, place, {}, lambda *_: None)
+
+
+def test_a_drafter_of_nobody_knows_what_store_is_measured(checkpoint: Path, place: Place) -> None:
+    (checkpoint / "trained_on.json").unlink()
+    evaluate.main(
+        settings(checkpoint), place, {}, lambda *_: opened(rendering=dict.fromkeys(RENDERING, "x"))
+    )
+    assert found(checkpoint)["num_prompts"] == 3
+
+
+def test_all_is_tried_on_a_twin_before_the_weights_load(checkpoint: Path, place: Place) -> None:
+    class Twin(CountingTarget):
+        def verify(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
+            raise ValueError(f"no {len(ids_S)} tokens at once")
+
+    real = opened()
+    twin = SimpleNamespace(**(vars(real.load()) | {"target": Twin(None, 1.0)}))
+    tried = opened(load_twin=lambda _say: twin, load=lambda: pytest.fail("the weights loaded"))
+    with pytest.raises(ValueError, match="no 1 tokens at once"):
+        evaluate.main(settings(checkpoint), place, {}, lambda *_: tried)
+
+
+def test_each_answer_has_the_room_of_its_prompt(checkpoint: Path, place: Place) -> None:
+    prompts = (Prompt("a", "math", (5, 6, 7), 4), Prompt("b", "math", (9,), 2))
+    evaluate.main(settings(checkpoint), place, {}, lambda *_: opened(prompts=prompts))
+    assert found(checkpoint)["plain"]["tokens"] == 4 + 2
+    assert found(checkpoint)["arms"]["trained"]["all"]["kept"] == 3 + 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""Temporary directories that do not outlive their process, however it ended.
+
+Each is locked by whoever uses it; the kernel gives the lock back at a kill -9 too, and the next one
+who makes such a directory removes those that nobody holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """A new directory `dflash-<name>-...` below the system's temporary one, removed at the end."""
+    prefix = f"dflash-{name}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        _remove_unheld(left)
+    path, lock = _made(prefix)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _made(prefix: str) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix))
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDONLY)
+            # waits out a sweep that came in between and took the directory for one left behind
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if path.is_dir():
+                return path, lock
+            os.close(lock)
+
+
+def _remove_unheld(path: Path) -> None:
+    # not ours, or gone meanwhile: somebody else sees to it
+    with contextlib.suppress(OSError):
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)
