@@ -281,24 +281,64 @@ def export(
 
 @dflash.command()
 @click.argument("path")
+@click.option("--sample", default="", metavar="KEY|NUMBER", help="Show this sample whole.")
+@click.option("--follow", is_flag=True, help="A line after each change, until the store is sealed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
-def inspect(path: str, as_json: bool) -> int:
+def inspect(path: str, sample: str, follow: bool, as_json: bool) -> int:
     """Describe a store; never fails on its data."""
     _check_store(path)
-    extra = {"path": path, "json": as_json}
     following = f"dflash verify {shlex.quote(path)}"
+    if follow:
+        extra: dict[str, object] = {"path": path, "json": as_json}
+        return _look("dflash_pipeline.store.watch:main", "inspect", extra, following)
+    extra = {"path": path, "json": as_json, "sample": sample}
     return _look("dflash_pipeline.store.describe:main", "inspect", extra, following)
 
 
 @dflash.command()
 @click.argument("path")
 @click.option("--deep", is_flag=True, help="Read every row and compare every checksum.")
+@click.option(
+    "--repair", is_flag=True, help="Uncommit damaged shards, so that the same capture redoes them."
+)
+@click.option(
+    "--sample",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Compute N samples again with the target and compare them, instead of checking files.",
+)
+@option("--target", "target.id")
+@placed
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
-def verify(path: str, deep: bool, as_json: bool) -> int:
+@click.pass_context
+def verify(
+    context: click.Context,
+    path: str,
+    deep: bool,
+    repair: bool,
+    sample: int | None,
+    gpus: str,
+    share_gpu: bool,
+    as_json: bool,
+) -> int:
     """Check a store; exit code 1 and a line for each fault where it is not whole."""
     _check_store(path)
-    extra = {"path": path, "deep": deep, "json": as_json}
     name = shlex.quote(path)
+    if sample is not None:
+        if deep or repair:
+            raise UsageError("--sample computes, --deep and --repair check files: one at a time")
+        run = resolve(context, "", ())
+        if run.target.id:
+            inputs.check_target(run.target.id)
+        extra: dict[str, object] = {"path": path, "sample": sample, "json": as_json}
+        devices, entry = _one_device(gpus, share_gpu), "dflash_pipeline.capture.recheck:main"
+        return _look(
+            entry, "verify", extra, f"dflash train --store {name}", run, devices, share_gpu
+        )
+    extra = {"path": path, "deep": deep, "json": as_json}
+    if repair:
+        following = f"dflash inspect {name}"
+        return _look("dflash_pipeline.store.repair:main", "verify", extra, following)
     following = f"dflash train --store {name}" if deep else f"dflash verify --deep {name}"
     return _look("dflash_pipeline.store.check:main", "verify", extra, following)
 
@@ -434,12 +474,21 @@ def _stage(
         return launch(entry, run, devices, stage, logs, extra)
 
 
-def _look(entry: str, stage: str, extra: Mapping[str, object], following: str) -> int:
+def _look(
+    entry: str,
+    stage: str,
+    extra: Mapping[str, object],
+    following: str,
+    run: Run | None = None,
+    devices: Devices = ONE_CPU,
+    share: bool = True,
+) -> int:
     """A command that only reads a store, which may stand where nobody can write."""
     with _scratch_logs(stage) as logs:
         # with --json stdout is the process's alone; anything said goes to stderr
         lines = sys.stderr if extra["json"] else sys.stdout
-        code = launch(entry, Run(), ONE_CPU, stage, logs, extra, lines)
+        with gpus.reserved(devices, stage, share):
+            code = launch(entry, run or Run(), devices, stage, logs, extra, lines)
     if not extra["json"]:
         return _end(code, following, "")
     return code

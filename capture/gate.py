@@ -127,8 +127,19 @@ class Gate:
 
     def add(
         self, ids_T: NDArray[np.uint32], mask_T: Bytes, hidden_TKR: Bytes, last_MR: Bytes
+    ) -> dict[str, torch.Tensor]:
+        """Compare one sample's stored rows with the target's own states.
+
+        Relative error of each of its rows, [T] of a layer and [M] of `last` and the logits.
+        """
+        before = {name: len(errors.parts) for name, errors in self._true.items()}
+        self._compare(ids_T, mask_T, hidden_TKR, last_MR)
+        parts = {name: errors.parts[before.get(name, 0) :] for name, errors in self._true.items()}
+        return {name: _all(added) for name, added in parts.items() if added}
+
+    def _compare(
+        self, ids_T: NDArray[np.uint32], mask_T: Bytes, hidden_TKR: Bytes, last_MR: Bytes
     ) -> None:
-        """Compare one sample's stored rows with the target's own states."""
         target, spec = self._target, self._spec
         truth = self._compute(ids_T)
         hidden = self._calibrated.hidden
@@ -201,48 +212,71 @@ class Gate:
 
     def verdict(self) -> list[str]:
         """One line for each thing compared; ValueError that names all that do not hold."""
-        dtype, lines, wrong = self._target.dtype, [], []
-        for name, errors in self._true.items():
-            noise, rounding = noise_bound(dtype, self._depth[name]), errors.typical_rounding
-            # two independent errors add up as the root of their squares
-            bound = math.hypot(noise, SLACK * rounding)
-            worst_bound = max(bound, math.hypot(noise, SLACK * errors.worst_rounding))
-            if name == "logits":
-                # a head may make more of the store's rounding: what it makes of it was measured
-                bound = worst_bound = 2 * max(bound, self._logit_noise)
-            if dtype != torch.float32:
-                worst_bound = max(UNRELATED, worst_bound)
-            if not errors.parts:
-                continue
-            typical, worst = errors.typical, errors.worst(dtype)
-            if not (typical <= bound and worst <= worst_bound):
-                wrong.append(
-                    f"{name} differs from the target's own by {typical:.2g} (at most {bound:.2g} "
-                    f"is noise), worst {worst:.2g}"
-                )
-            # a fault must stand out of what was measured, not only of what is allowed
-            excess = math.sqrt(max(typical**2 - rounding**2, 0.0))
-            threshold = min(bound, math.hypot(SLACK * rounding, max(3 * excess, ROUNDING)))
-            told = []
-            for (of, fault), fault_errors in self._faults.items():
-                if of != name or not fault_errors.parts:
-                    continue
-                if fault_errors.is_noop:
-                    told.append(f"{fault}: not applicable, it changes nothing here")
-                    continue
-                told.append(f"{fault}: {fault_errors.typical:.2g}")
-                if fault_errors.typical <= threshold:
-                    wrong.append(
-                        f"{name} cannot be told from {fault} (error {fault_errors.typical:.2g})"
-                    )
-            lines.append(
-                f"{name}: error {typical:.2g}, allowed {bound:.2g}; if it were " + "; ".join(told)
-            )
+        lines, wrong = self.findings()
         if wrong:
             raise ValueError(
                 "the gate refuses this capture, nothing was committed: " + "; ".join(wrong)
             )
         return lines
+
+    def findings(self) -> tuple[list[str], list[str]]:
+        """One line for each thing compared, and what does not hold."""
+        lines, wrong = [], []
+        for name, errors in self._true.items():
+            if not errors.parts:
+                continue
+            bound, _ = self.allowed(name)
+            typical, worst = errors.typical, errors.worst(self._target.dtype)
+            if not self.is_noise(name, typical, worst):
+                wrong.append(
+                    f"{name} differs from the target's own by {typical:.2g} (at most {bound:.2g} "
+                    f"is noise), worst {worst:.2g}"
+                )
+            told = self._told_apart(name, wrong)
+            lines.append(
+                f"{name}: error {typical:.2g}, allowed {bound:.2g}; if it were " + "; ".join(told)
+            )
+        return lines, wrong
+
+    def is_noise(self, name: str, typical: float, worst: float) -> bool:
+        """Whether a median and a largest relative error are what computing and storing make."""
+        bound, worst_bound = self.allowed(name)
+        return typical <= bound and worst <= worst_bound
+
+    def allowed(self, name: str) -> tuple[float, float]:
+        """Largest median, and largest single, relative error that is noise."""
+        dtype, errors = self._target.dtype, self._true[name]
+        noise, rounding = noise_bound(dtype, self._depth[name]), errors.typical_rounding
+        # two independent errors add up as the root of their squares
+        bound = math.hypot(noise, SLACK * rounding)
+        worst_bound = max(bound, math.hypot(noise, SLACK * errors.worst_rounding))
+        if name == "logits":
+            # a head may make more of the store's rounding: what it makes of it was measured
+            bound = worst_bound = 2 * max(bound, self._logit_noise)
+        if dtype != torch.float32:
+            worst_bound = max(UNRELATED, worst_bound)
+        return bound, worst_bound
+
+    def _told_apart(self, name: str, wrong: list[str]) -> list[str]:
+        """How far the faults made on purpose are from what is stored; adds those that are not."""
+        errors, (bound, _) = self._true[name], self.allowed(name)
+        rounding = errors.typical_rounding
+        # a fault must stand out of what was measured, not only of what is allowed
+        excess = math.sqrt(max(errors.typical**2 - rounding**2, 0.0))
+        threshold = min(bound, math.hypot(SLACK * rounding, max(3 * excess, ROUNDING)))
+        told = []
+        for (of, fault), fault_errors in self._faults.items():
+            if of != name or not fault_errors.parts:
+                continue
+            if fault_errors.is_noop:
+                told.append(f"{fault}: not applicable, it changes nothing here")
+                continue
+            told.append(f"{fault}: {fault_errors.typical:.2g}")
+            if fault_errors.typical <= threshold:
+                wrong.append(
+                    f"{name} cannot be told from {fault} (error {fault_errors.typical:.2g})"
+                )
+        return told
 
     @torch.inference_mode()
     def _compute(self, ids_T: NDArray[np.uint32]) -> _Truth:

@@ -48,6 +48,9 @@ class Report:
     num_committed: int = 0
     checked_bytes: int = 0
     wall_s: float = 0.0
+    damaged_shards: list[ShardId] = field(default_factory=list)
+    """Those whose data or commit record is damaged or missing: what a capture can redo."""
+    is_seal_damaged: bool = False
 
 
 def verify(path: str | Path, *, deep: bool) -> Report:
@@ -89,13 +92,20 @@ def _check_store(store: Store, report: Report, deep: bool) -> None:
     report.num_shards = len(shard_ids)
     report.num_committed = sum(store.is_committed(shard_id) for shard_id in shard_ids)
     _check_files(store, report)
-    report.problems += _sealed_faults(store)
+    sealed_faults = list(_sealed_faults(store))
+    report.problems += sealed_faults
+    report.is_seal_damaged = bool(sealed_faults)
     if report.num_committed and not store.spec.is_calibrated:
         report.problems.append(f"{store.path} has committed shards but no calibration")
     with ThreadPoolExecutor(_THREADS) as threads:
-        for faults, num_bytes in threads.map(lambda i: _shard_faults(store, i, deep), shard_ids):
+        for faults in threads.map(lambda i: list(_token_chunk_faults(store, i, deep)), shard_ids):
+            report.problems += faults
+        found = threads.map(lambda i: _shard_faults(store, i, deep), shard_ids)
+        for shard_id, (faults, num_bytes) in zip(shard_ids, found, strict=True):
             report.problems += faults
             report.checked_bytes += num_bytes
+            if faults or _lost_its_record(store, shard_id):
+                report.damaged_shards.append(shard_id)
     if deep:
         report.problems += _token_faults(store)
     needed, free = remaining_bytes(store), durable.free_bytes(store.path)
@@ -201,27 +211,39 @@ def _sealed_faults(store: Store) -> Iterator[str]:
             yield f"{file}: the record of shard {shard_id} differs from {record}"
 
 
-def _shard_faults(store: Store, shard_id: ShardId, deep: bool) -> tuple[list[str], int]:
-    """Faults of a shard's files, and the bytes that were read."""
-    faults: list[str] = []
-    num_bytes = 0
-    for name, expected in zip(TOKEN_ARRAYS, _planned_crcs(store, shard_id), strict=True):
+def _lost_its_record(store: Store, shard_id: ShardId) -> bool:
+    """Whether a record that should be there is damaged, or missing from a sealed store."""
+    if store.is_committed(shard_id):
+        return False
+    return store.is_sealed or (store.path / paths.commit_file(shard_id)).exists()
+
+
+def _token_chunk_faults(store: Store, shard_id: ShardId, deep: bool) -> Iterator[str]:
+    """Faults of a shard's token chunks and of their checksums, which the plan fixed."""
+    planned, record = _planned_crcs(store, shard_id), store.commit_of(shard_id)
+    if record is not None and record.token_crcs != planned:
+        yield f"shard {shard_id}: commit record and plan differ in the tokens' checksums"
+    for name, expected in zip(TOKEN_ARRAYS, planned, strict=True):
         file = store.path / paths.token_file(shard_id, name)
         if not file.exists():
-            faults.append(f"{file} is missing")
+            yield f"{file} is missing"
         elif deep and expected is not None:
             try:
                 is_whole = crc32c(file.read_bytes()) == expected
             except OSError as error:
-                faults.append(f"{file} cannot be read: {error.strerror}")
+                yield f"{file} cannot be read: {error.strerror}"
                 continue
             if not is_whole:
-                faults.append(f"{file} (shard {shard_id}) does not match its checksum")
+                yield f"{file} (shard {shard_id}) does not match its checksum"
+
+
+def _shard_faults(store: Store, shard_id: ShardId, deep: bool) -> tuple[list[str], int]:
+    """Faults of a shard's rows, and the bytes that were read."""
+    faults: list[str] = []
+    num_bytes = 0
     record = store.commit_of(shard_id)
     if record is None or record.state != commit.COMMITTED:
         return faults, num_bytes
-    if record.token_crcs != _planned_crcs(store, shard_id):
-        faults.append(f"shard {shard_id}: commit record and plan differ in the tokens' checksums")
     kinds: list[tuple[str, ShardShape]] = [("hidden", store.hidden_shape)]
     if store.last_shape is not None:
         kinds.append(("last", store.last_shape))
@@ -286,6 +308,11 @@ def main(run: object, place: object, extra: Mapping[str, object]) -> None:
         rate = report.checked_bytes / 1e9 / max(report.wall_s, 1e-9)
         read = f", {report.checked_bytes / 1e9:.3f} GB at {rate:.2f} GB/s" if report.is_deep else ""
         print(f"{report.num_committed} of {report.num_shards} shards committed{read}")
+    fail(report)
+
+
+def fail(report: Report) -> None:
+    """ValueError that lists the problems, if there are any."""
     if report.problems:
         listed = "; ".join(report.problems[:20])
         more = len(report.problems) - 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import time
@@ -12,18 +13,24 @@ from typing import Any
 
 import numpy as np
 
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.report import render
 from dflash_pipeline.store.snippet import snippet
 from dflash_pipeline.store.spec import SAMPLE_STATES, ShardId
 from dflash_pipeline.store.table import HELD_OUT
+from dflash_pipeline.store.text import decoder_of
 
 _SHOWN_TOKENS = 48
 
 
-def describe(path: str | Path) -> dict[str, Any]:
-    """All that `inspect` shows, as plain JSON values; only a path without a store raises."""
+def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
+    """All that `inspect` shows, as plain JSON values; only a path without a store raises.
+
+    `sample`: key or number of the one to show whole, empty: the first tokens of the first one.
+    UsageError if the store has no such sample.
+    """
     root = Path(path)
     problems: list[str] = []
     found: dict[str, Any] = {"path": str(path), "problems": problems}
@@ -67,8 +74,32 @@ def describe(path: str | Path) -> dict[str, Any]:
     }
     found["total"] = _total(store, found["buckets"])
     found["progress"] = _progress(store, found["total"])
-    found["sample"] = _sample(store, problems)
+    found["sample"] = _sample(store, _named(store, sample), problems)
     return found
+
+
+def describe_progress(store: Store) -> dict[str, Any]:
+    """The part of it that changes while a store grows."""
+    buckets = [_bucket(store, bucket) for bucket in range(len(store.layout.num_shards))]
+    total = _total(store, buckets)
+    return {"state": _state(store), "total": total, "progress": _progress(store, total)}
+
+
+def _named(store: Store, sample: str) -> int | None:
+    """The number of the sample with this key, or of this number."""
+    table = store.table
+    if not sample:
+        return None
+    try:
+        return table.find(sample)
+    except KeyError:
+        if sample.isdecimal() and int(sample) < len(table):
+            return int(sample)
+    near = difflib.get_close_matches(sample, [table.key(i) for i in range(len(table))], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UsageError(
+        f"--sample {sample}: no key of {store.path}, and no number below {len(table)}{hint}"
+    )
 
 
 def _state(store: Store) -> str:
@@ -163,19 +194,21 @@ def _leftovers(store: Store) -> list[str]:
     return sorted(found)
 
 
-def _sample(store: Store, problems: list[str]) -> dict[str, Any] | None:
-    """The first readable sample: its text or ids, and the size of its rows layer by layer."""
+def _sample(store: Store, named: int | None, problems: list[str]) -> dict[str, Any] | None:
+    """The sample, or the first readable one cut short: its text or ids, the size of its rows."""
     readable = np.flatnonzero(store.readable_N)
-    if not len(readable):
+    if named is None and not len(readable):
         return None
-    i = int(readable[0])
+    i = int(readable[0]) if named is None else named
     try:
         ids_T, mask_T = store.tokens(i)
         hidden_TKH = store.decode_hidden(store.hidden(i))
     except (OSError, ValueError) as error:
         problems.append(str(error))
         return None
-    ids = ids_T[:_SHOWN_TOKENS].tolist()
+    shown = slice(None) if named is not None else slice(_SHOWN_TOKENS)
+    ids, mask = ids_T[shown].tolist(), mask_T[shown].tolist()
+    decode = decoder_of(store)
     with np.errstate(over="ignore", invalid="ignore"):
         rms_TK = np.sqrt(np.square(hidden_TKH, dtype=np.float64).mean(2))
         rows = zip(
@@ -188,7 +221,11 @@ def _sample(store: Store, problems: list[str]) -> dict[str, Any] | None:
             "num_tokens": len(ids_T),
             "num_supervised": int(mask_T.sum()),
             "ids": ids,
-            "text": _text(store, ids),
+            "text": decode(ids) if decode else None,
+            "supervised": [
+                {"from": begin, "to": end, "text": decode(ids[begin:end]) if decode else None}
+                for begin, end in _runs(mask)
+            ],
             "layers": [
                 {
                     "layer": layer,
@@ -201,18 +238,13 @@ def _sample(store: Store, problems: list[str]) -> dict[str, Any] | None:
         }
 
 
-def _text(store: Store, ids: list[int]) -> str | None:
-    """The ids as text, None without a tokenizer; a broken tokenizer is no reason to fail."""
-    try:
-        from tokenizers import Tokenizer
-
-        content = store.files()["tokenizer.json"].decode()
-        return str(Tokenizer.from_str(content).decode(ids, skip_special_tokens=False))
-    except Exception:
-        return None
+def _runs(mask: list[int]) -> list[tuple[int, int]]:
+    """Where the supervised tokens stand, as [from, to)."""
+    edges = np.flatnonzero(np.diff([0, *mask, 0]))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def main(run: object, place: object, extra: Mapping[str, object]) -> None:
-    """Entry of `dflash inspect`; extra: path, json."""
-    found = describe(str(extra["path"]))
+    """Entry of `dflash inspect`; extra: path, json, sample."""
+    found = describe(str(extra["path"]), str(extra["sample"]))
     print(json.dumps(found, indent=1, ensure_ascii=False) if extra["json"] else render(found))

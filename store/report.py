@@ -43,11 +43,25 @@ def _head(found: Mapping[str, Any]) -> list[str]:
         "bf16 of all rows",
     ]
     if progress["tokens_left"]:
-        eta = progress["eta_s"]
-        left = f"{eta:.0f} s left" if eta is not None else "time left unknown"
-        lines.append(f"captured at {progress['tokens_per_s']:.0f} tokens/s, {left}")
+        lines.append(_rate(progress))
     named = [name for name in ("dropped", "bad") if found[name]]
     return lines + [f"{name}: {_counts(found[name])}" for name in named]
+
+
+def progress_text(found: Mapping[str, Any]) -> str:
+    """A line for `describe_progress`."""
+    total, progress = found["total"], found["progress"]
+    rate = f", {_rate(progress)}" if progress["tokens_left"] else ""
+    return (
+        f"{found['state']}: {total['committed_shards']} of {total['shards']} shards, "
+        f"{total['committed_tokens']} of {total['tokens']} tokens, {_size(total['bytes'])}{rate}"
+    )
+
+
+def _rate(progress: Mapping[str, Any]) -> str:
+    eta = progress["eta_s"]
+    left = f"{eta:.0f} s left" if eta is not None else "time left unknown"
+    return f"captured at {progress['tokens_per_s']:.0f} tokens/s, {left}"
 
 
 def _buckets(found: Mapping[str, Any]) -> list[str]:
@@ -97,7 +111,12 @@ def _sample(found: Mapping[str, Any]) -> list[str]:
     return [
         f"sample {sample['sample']} {sample['key']!r} ({sample['domain']}): "
         f"{sample['num_tokens']} tokens, {sample['num_supervised']} supervised",
-        f"  {shown} ...",
+        f"  {shown}{' ...' * (len(sample['ids']) < sample['num_tokens'])}",
+        *(
+            f"  supervised {span['from']}-{span['to'] - 1}: {span['text']!r}"
+            for span in sample["supervised"]
+            if span["text"] is not None and len(sample["ids"]) == sample["num_tokens"]
+        ),
     ]
 
 

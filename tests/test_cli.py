@@ -46,9 +46,9 @@ def stage(name):
     return note
 
 STAGES = {
-    "capture": ("planning", "worker", "generate", "demo", "decoder"),
+    "capture": ("planning", "worker", "generate", "demo", "decoder", "recheck"),
     "train": ("worker", "evaluate", "export"),
-    "store": ("describe", "check", "merge"),
+    "store": ("describe", "check", "merge", "repair", "watch"),
 }
 
 class Finder:
@@ -251,7 +251,18 @@ def test_export_demo_inspect_and_verify_pass_what_was_asked(
     assert call["extra"] == {"target": "toy", "out": "d", "gpus": "cpu", "share_gpu": False}
     assert call["run"]["target"]["id"] == "toy"
     (call,) = type_line("dflash inspect hs").calls
-    assert (call["entry"], call["extra"]) == ("store.describe", {"path": "hs", "json": False})
+    assert call["entry"] == "store.describe"
+    assert call["extra"] == {"path": "hs", "json": False, "sample": ""}
+    (call,) = type_line("dflash inspect hs --sample k7").calls
+    assert call["extra"]["sample"] == "k7"
+    (call,) = type_line("dflash inspect hs --follow").calls
+    assert (call["entry"], call["extra"]) == ("store.watch", {"path": "hs", "json": False})
+    (call,) = type_line("dflash verify hs --deep --repair").calls
+    assert call["entry"] == "store.repair"
+    assert call["extra"] == {"path": "hs", "deep": True, "json": False}
+    (call,) = type_line("dflash verify hs --sample 3 --target toy --gpus cpu").calls
+    assert (call["entry"], call["run"]["target"]["id"]) == ("capture.recheck", "toy")
+    assert call["extra"] == {"path": "hs", "sample": 3, "json": False}
     ended = type_line("dflash verify hs --deep")
     assert ended.calls[0]["entry"] == "store.check"
     assert ended.calls[0]["extra"] == {"path": "hs", "deep": True, "json": False}
@@ -314,6 +325,8 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash export no --out o", "no: there is no such run, step or checkpoint directory"),
         ("dflash inspect no", "there is no store no: name the directory that dflash capture wrote"),
         ("dflash verify no --json", "there is no store no"),
+        ("dflash verify hs --sample 3 --repair", "--sample computes, --deep and --repair check"),
+        ("dflash verify hs --sample 3 --target ./no", "there is no such directory"),
         ("dflash merge out hs no", "there is no store no"),
         ("dflash merge out hs", "hs alone: name two stores at least that become out"),
         ("dflash merge out hs x/../hs", "a store is named twice"),

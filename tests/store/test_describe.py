@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.store.describe import describe, main
 from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.report import render
 from dflash_pipeline.store.snippet import NUMPY_DECODER, QUANTISED_DECODER, snippet
+from dflash_pipeline.store.text import decoder_of
 
 
 def test_a_whole_store_is_described(store: Store, plan: Any) -> None:
@@ -53,11 +56,11 @@ def test_a_growing_store_says_how_far_it_is(empty_store: Store) -> None:
 def test_text_and_json_come_out_on_their_own(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(None, None, {"path": str(store.path), "json": False})
+    main(None, None, {"path": str(store.path), "json": False, "sample": ""})
     text = capsys.readouterr().out
     for part in ("sealed, 8 of 8 shards", "layers 1 3 5 of 8", "rms p99", "in a notebook"):
         assert part in text
-    main(None, None, {"path": str(store.path), "json": True})
+    main(None, None, {"path": str(store.path), "json": True, "sample": ""})
     assert json.loads(capsys.readouterr().out)["state"] == "sealed"
 
 
@@ -72,11 +75,11 @@ def test_no_damage_makes_it_fail(
             continue
         place = int(random.integers(file.stat().st_size))
         flip(file, place)
-        main(None, None, {"path": str(store.path), "json": False})
+        main(None, None, {"path": str(store.path), "json": False, "sample": ""})
         flip(file, place)
     capsys.readouterr()
     (store.path / "samples" / "bucket" / "c" / "0").unlink()
-    main(None, None, {"path": str(store.path), "json": False})
+    main(None, None, {"path": str(store.path), "json": False, "sample": ""})
     assert "samples/bucket/c/0 is missing" in capsys.readouterr().out
 
 
@@ -87,12 +90,29 @@ def test_the_tokenizer_of_the_target_gives_text(tiny: ModuleType, plan: Any, sto
     content = tokenizers.Tokenizer(model).to_str().encode()
     found = store.files() | {"tokenizer.json": content}
     store.files = lambda: found  # type: ignore[method-assign]
-    from dflash_pipeline.store.describe import _text
-
     ids = plan.tokens_of(0)[0][:3].tolist()
-    assert _text(store, ids) == " ".join(f"w{i}" for i in ids)
+    decode = decoder_of(store)
+    assert decode is not None
+    assert decode(ids) == " ".join(f"w{i}" for i in ids)
     found["tokenizer.json"] = b"{broken"
-    assert _text(store, ids) is None
+    assert decoder_of(store) is None
+
+
+def test_one_sample_is_shown_whole_by_key_or_number(store: Store, plan: Any) -> None:
+    key = store.table.key(20)
+    for name in (key, "20"):
+        found = describe(store.path, name)
+        assert found["sample"]["key"] == key
+        ids_T, mask_T = plan.tokens_of(20)
+        assert found["sample"]["ids"] == ids_T.tolist()
+        begin = int(np.flatnonzero(mask_T)[0])
+        (span,) = found["sample"]["supervised"]
+        assert (span["from"], span["to"]) == (begin, len(ids_T))
+        assert f"{key!r}" in render(found)
+    with pytest.raises(UsageError, match=r"--sample sample-9é: no key .*did you mean 'sample-9-é'"):
+        describe(store.path, "sample-9é")
+    with pytest.raises(UsageError, match="no number below 24"):
+        describe(store.path, "24")
 
 
 def test_the_notebook_lines_run(store: Store, plan: Any) -> None:

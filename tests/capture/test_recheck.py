@@ -1,0 +1,139 @@
+"""verify --sample: rows that the target no longer gives are named and traced to their text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_pipeline.capture import worker
+from dflash_pipeline.capture.construction import build_store
+from dflash_pipeline.capture.model import resolve
+from dflash_pipeline.capture.recheck import main, recheck
+from dflash_pipeline.capture.samples import Conversation, Dropped
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import (
+    CaptureConfig,
+    DataConfig,
+    Run,
+    StoreConfig,
+    TargetConfig,
+)
+from dflash_pipeline.store import paths
+from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
+from dflash_pipeline.store.reader import Store, open_store
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(
+        rank=0,
+        world=1,
+        device="cpu",
+        kind="cpu",
+        log_dir=str(tmp_path / "logs"),
+        stage="verify",
+        rendezvous="",
+        threads=1,
+    )
+
+
+@pytest.fixture(params=[("bf16", "bf16"), ("int8", "int4"), ("int4", "none")])
+def store(request: pytest.FixtureRequest, tmp_path: Path, target_dir: Path, place: Place) -> Store:
+    hidden_mode, last_mode = request.param
+    run = Run(
+        target=TargetConfig(id=str(target_dir), layer_ids=(0, 2, 4)),
+        data=DataConfig(files=("data.jsonl",), max_len=96),
+        store=StoreConfig(path=str(tmp_path / "hs"), hidden_mode=hidden_mode, last_mode=last_mode),
+        capture=CaptureConfig(token_budget=192, pad_multiple=16, num_buckets=2, force=True),
+    )
+    conversations = [
+        Conversation(
+            key=f"sample-{row}",
+            source=0,
+            row=row,
+            domain="chat",
+            messages=(
+                {"role": "user", "content": f"Say {row}"},
+                {"role": "assistant", "content": "abcdefghij"[row:] * 3},
+            ),
+            text="",
+            token_ids=(),
+            loss_spans=(),
+        )
+        for row in range(8)
+    ]
+    dropped = Dropped(num_rows=8)
+    build_store(run, resolve(run.target), "cpu", conversations, dropped, "", 1, lambda _text: None)
+    worker.main(run, place, {})
+    return open_store(run.store.path)
+
+
+def _extra(store: Store, **changes: Any) -> dict[str, object]:
+    return {"path": str(store.path), "sample": 5, "json": False} | changes
+
+
+def test_a_sound_store_agrees_and_a_row_is_traced_to_its_text(
+    store: Store, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # the target is the one that the capture named
+    main(Run(), place, _extra(store))
+    out = capsys.readouterr().out
+    assert "layer 4: error" in out
+    assert "5 samples, " in out
+    main(Run(), place, _extra(store, json=True, sample=100))
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_samples"] == 8
+    assert found["num_rows"] == int(store.table.num_tokens.sum())
+    assert found["problems"] == []
+    assert ": token " in found["trace"]
+    assert "of 'sample-" in found["trace"]
+
+
+def test_rows_of_other_tokens_are_named(store: Store, place: Place) -> None:
+    """In one sample of eight, which the median over all would not show."""
+    i = store.table.find("sample-3")
+    shard_id, row_bytes = store.table.shard_id(i), store.hidden_shape.row_bytes
+    first = int(store.table.start[i]) - shard_id.shard * store.layout.rows_per_shard
+    with (store.path / paths.hidden_file(shard_id)).open("r+b") as stream:
+        rows = np.array(store.hidden(i))[::-1].copy()
+        stream.seek(first * row_bytes)
+        stream.write(rows.tobytes())
+    with pytest.raises(ValueError, match=rf"sample {i} \(sample-3\): layer 2 differs by") as error:
+        main(Run(), place, _extra(store, sample=8))
+    text = str(error.value)
+    assert "(sample-4)" not in text
+    assert paths.hidden_file(shard_id) in text
+    assert "of 'sample-3', " in text
+
+
+@pytest.mark.parametrize("store", [("bf16", "bf16")], indirect=True)
+def test_one_wrong_row_is_enough(store: Store, place: Place) -> None:
+    i = store.table.find("sample-6")
+    shard_id, row_bytes = store.table.shard_id(i), store.hidden_shape.row_bytes
+    first = int(store.table.start[i]) - shard_id.shard * store.layout.rows_per_shard
+    row_KR = np.array(store.hidden(i))[5]
+    row_KR[1] = bf16_bits(bf16_to_float32(row_KR[1].view("<u2")) * np.float32(1.1)).view(np.uint8)
+    with (store.path / paths.hidden_file(shard_id)).open("r+b") as stream:
+        stream.seek((first + 5) * row_bytes)
+        stream.write(row_KR.tobytes())
+    with pytest.raises(ValueError, match=rf"sample {i} .*layer 2 .*row {first + 5} of .*: token 5"):
+        main(Run(), place, _extra(store, sample=8))
+
+
+def test_another_target_or_none_is_refused(
+    store: Store, place: Place, make_target_dir: Callable[..., Path]
+) -> None:
+    other = make_target_dir("qwen3", tie_word_embeddings=True)
+    with pytest.raises(UsageError, match="was planned for other weights"):
+        main(Run(target=TargetConfig(id=str(other))), place, _extra(store))
+    run = Run(target=TargetConfig(id=str(make_target_dir("qwen3"))))
+    target = worker.load_target(run, place, store)
+    store.readable_N[:] = False
+    with pytest.raises(UsageError, match="has no sample that can be read yet"):
+        recheck(store, target, 3)
