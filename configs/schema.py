@@ -382,7 +382,14 @@ class TrainConfig:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type; masters are fp32. auto: bf16 on CUDA, fp32 on a CPU."""
     seed: int = 0
-    """Seed of weights, order and anchors."""
+    """Seed of weights, order, anchors and noise."""
+    noise_std: float = 0.0
+    """Standard deviation of noise on the features that `fc` reads, in units of `noise_scale`; 0:
+    none. Never at validation."""
+    noise: Literal["gaussian", "uniform"] = "gaussian"
+    """Its distribution."""
+    noise_scale: Literal["rms", "absolute"] = "rms"
+    """rms: relative to the root mean square of each row of each layer."""
     follow: bool = True
     """Train on a store that is still being captured; off: refuse it."""
     log_every: int = 10
@@ -402,7 +409,10 @@ class TrainConfig:
     max_bad_steps: int = 20
     """Steps in a row without a finite loss and gradient before the run fails."""
     timeout_s: float = 600.0
-    """Longest wait for another rank, in seconds."""
+    """Longest wait for another rank, in seconds; one that hangs for nine tenths of it says where,
+    with every thread's stack in its log, and ends."""
+    profile: str = ""
+    """Steps to trace with torch.profiler into OUT/profile, as FIRST-LAST; empty: none."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "anchors_per_sample", "batch_anchors", "accumulate", "log_every"):
@@ -420,6 +430,13 @@ class TrainConfig:
             "train.patience counts validations: set train.validate_every above 0",
         )
         _need(self.timeout_s > 0, f"train.timeout_s must be above 0, got {self.timeout_s}")
+        _need(self.noise_std >= 0, f"train.noise_std must be at least 0, got {self.noise_std}")
+        first, dash, last = self.profile.partition("-")
+        _need(
+            not self.profile
+            or (dash == "-" and first.isdecimal() and last.isdecimal() and int(first) <= int(last)),
+            f"train.profile must be FIRST-LAST, as 20-25, or empty, got {self.profile!r}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,6 +101,19 @@ class RunLog:
         with self._lock, path.open("a") as file:
             file.write(line)
 
+    def fail(self, text: str) -> None:
+        """What went wrong, where the process is about to be ended without an exception."""
+        with self._lock:
+            path = log_path(self._place.log_dir, self._place.stage, self._place.rank)
+            with path.open("a") as log:
+                log.write(f"error: {text}\n")
+            self._status.state, self._status.error = "failed", text
+            write_status(self._place.log_dir, self._status)
+            if self._pipe is None:
+                self._print(f"error: {text}")
+            else:
+                self._send({"error": text})
+
     def _print(self, line: str) -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

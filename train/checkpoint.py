@@ -51,6 +51,7 @@ _FREE = (
     "min_gain",
     "max_bad_steps",
     "timeout_s",
+    "profile",
 )
 # files that stand in a run directory before the run begins
 _NOT_A_RUN = {"logs"}

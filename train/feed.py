@@ -27,6 +27,7 @@ from dflash_pipeline.store.access import Access, Say
 from dflash_pipeline.store.choice import open_access
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Blocks, Tokens, pack_blocks, slot_weights
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.follow import Draw, Order
 from dflash_pipeline.train.loss import Teacher
 from dflash_pipeline.train.order import Catalog
@@ -119,8 +120,9 @@ class Feed:
         dtype: torch.dtype,
         poison: bool,
         access: Access,
+        clock: Clock,
     ) -> None:
-        self._access = access
+        self._access, self._clock = access, clock
         self._stores, self._samples, self._order = stores, samples, order
         self._seed, self._config = run.train.seed, run.feed
         self._quota = min(run.train.anchors_per_sample, run.train.batch_anchors)
@@ -134,7 +136,7 @@ class Feed:
         # stores of one identity have one calibration
         hidden = StoredRows.hidden(first, shape.layer_ids, device)
         last = StoredRows.last(first, device) if self._wants_last else None
-        self._ring = Ring(sizes, run.feed.depth, hidden, last, device, dtype, poison)
+        self._ring = Ring(sizes, run.feed.depth, hidden, last, device, dtype, poison, clock)
         self._readers = ThreadPoolExecutor(run.feed.threads, thread_name_prefix="feed")
         self._pending: deque[_Pending] = deque()
         self._windows: deque[_Window] = deque()
@@ -150,6 +152,11 @@ class Feed:
         """End the readers; what they were reading is dropped."""
         self._readers.shutdown(wait=True, cancel_futures=True)
 
+    @property
+    def device_bytes(self) -> int:
+        """What its buffers hold of the device's memory."""
+        return self._ring.device_bytes
+
     def take_counts(self) -> FeedCounts:
         """Counts since the last call."""
         counts, self._counts = self._counts, FeedCounts()
@@ -161,6 +168,7 @@ class Feed:
         Waits for shards where the store is still being captured (`on_wait` is called meanwhile).
         """
         begin = time.perf_counter()
+        self._clock.stage_now = "wait"
         self._read_ahead(wants_stop)
         while not self._windows and not self._order.is_finished:
             on_wait()
@@ -177,6 +185,7 @@ class Feed:
                 self._read_ahead(lambda: False)
             pending = self._pending.popleft()
             begin = time.perf_counter()
+            self._clock.stage_now = "wait"
             blocks = pending.blocks.result()
             self._counts.wait_s += time.perf_counter() - begin
             with self._lend(pending, blocks) as batch:

@@ -6,8 +6,10 @@ tensors are collectives, and every rank calls them in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +35,10 @@ class Group:
         self.rank, self.world = place.rank, place.world
         self._timeout_s = timeout_s
         self._step = 0
-        self._beat_at = -_BEAT_EVERY_S
+        self.is_waiting = False
+        """Waits for other ranks at this moment."""
+        self._beat_time = time.time()
+        self._told_at = -_BEAT_EVERY_S
         self._facts: Any = None
         if place.world == 1:
             return
@@ -57,50 +62,68 @@ class Group:
         if self.world == 1:
             return
         try:
-            dist.all_reduce(tensor)
+            with self._waiting():
+                dist.all_reduce(tensor)
         except (RuntimeError, dist.DistBackendError) as error:
             raise ValueError(self.missing()) from error
 
     def beat(self, step: int) -> None:
-        """Tell the others how far this rank is; at most once a second."""
-        self._step = step
-        if self._facts is not None and time.monotonic() - self._beat_at > _BEAT_EVERY_S:
-            self._beat_at = time.monotonic()
-            self._facts.set(f"beat/{self.rank}", f"{step} {time.time()}")
+        """This rank is alive and has done `step` steps; the others are told once a second."""
+        self._step, self._beat_time = step, time.time()
+        if time.monotonic() - self._told_at > _BEAT_EVERY_S:
+            self.tell_beat()
+
+    def tell_beat(self) -> None:
+        """Tell the others of the last `beat`; also from a thread, while the rank itself waits."""
+        self._told_at = time.monotonic()
+        self.tell(f"beat/{self.rank}", f"{self._step} {self._beat_time} {int(self.is_waiting)}")
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for work on the device, at most `timeout_s`. ValueError naming missing ranks."""
         until = time.monotonic() + self._timeout_s
-        while not event.query():
-            if time.monotonic() > until:
-                raise ValueError(self.missing())
-            time.sleep(0.0005)
+        with self._waiting():
+            while not event.query():
+                if time.monotonic() > until:
+                    raise ValueError(self.missing())
+                time.sleep(0.0005)
 
-    def missing(self) -> str:
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
+
+    def behind(self) -> str:
         """Which ranks are behind this one, or gave no sign of life for longest."""
         silent = []
         for rank in range(self.world):
-            step, age_s = self._last_beat(rank)
+            step, age_s, is_waiting = self._last_beat(rank)
             if rank == self.rank:
                 continue
             if step < 0:
                 silent.append(f"rank {rank} (never seen)")
-            elif step < self._step or age_s > self._timeout_s / 2:
+            elif step < self._step or (age_s > self._timeout_s / 2 and not is_waiting):
                 silent.append(f"rank {rank} (last seen at step {step}, {age_s:.0f} s ago)")
-        who = ", ".join(silent) or "no single rank is behind"
+        return ", ".join(silent) or "no single rank is behind"
+
+    def missing(self) -> str:
+        """What an error says that ended a wait for other ranks."""
         return (
             f"rank {self.rank} at step {self._step} waited up to {self._timeout_s:g} s for the "
-            f"other ranks: {who}; see their logs, or raise train.timeout_s"
+            f"other ranks: {self.behind()}; see their logs, or raise train.timeout_s"
         )
 
-    def _last_beat(self, rank: int) -> tuple[int, float]:
+    def _last_beat(self, rank: int) -> tuple[int, float, bool]:
+        """Step, seconds since, and whether it waits for others itself."""
         try:
             if self._facts is None or not self._facts.check([f"beat/{rank}"]):
-                return -1, 0.0
-            step, told_at = self._facts.get(f"beat/{rank}").decode().split()
+                return -1, 0.0, False
+            step, beat_time, is_waiting = self._facts.get(f"beat/{rank}").decode().split()
         except (RuntimeError, dist.DistStoreError):
-            return -1, 0.0  # the store died with rank 0
-        return int(step), time.time() - float(told_at)
+            return -1, 0.0, False  # the store died with rank 0
+        return int(step), time.time() - float(beat_time), is_waiting == "1"
 
     def tell(self, key: str, text: str) -> None:
         """Leave a fact for the other ranks."""
@@ -122,7 +145,8 @@ class Group:
             self._facts.set(key, text)
             return text
         try:
-            decided: bytes = self._facts.get(key)
+            with self._waiting():
+                decided: bytes = self._facts.get(key)
         except (RuntimeError, dist.DistStoreError) as error:
             raise ValueError(
                 f"rank {self.rank} waited {self._timeout_s:g} s for rank 0 to decide {key!r}: "

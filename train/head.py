@@ -54,6 +54,12 @@ class TargetHead:
         return finish_logits(raw_logits(hidden_NH, self.weight_VH), self.multiplier, self.soft_cap)
 
     @property
+    def num_bytes(self) -> int:
+        """Of the embedding, and of the head where it is another matrix."""
+        is_tied = self.weight_VH is self._embed_VH
+        return self._embed_VH.nbytes + (0 if is_tied else self.weight_VH.nbytes)
+
+    @property
     def multiplier(self) -> float:
         return self._shape.output_multiplier
 

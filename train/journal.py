@@ -6,7 +6,6 @@ Between log lines nothing here touches the device.
 from __future__ import annotations
 
 import math
-import resource
 import time
 import warnings
 from collections.abc import Sequence
@@ -18,9 +17,11 @@ import torch
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.feed import Feed
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.memory import gib, usage
 from dflash_pipeline.train.metrics import Metrics, Summary
 from dflash_pipeline.train.optim import Health, Optimizer
 from dflash_pipeline.train.order import Catalog
@@ -28,7 +29,6 @@ from dflash_pipeline.train.order import Catalog
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_GIB = 1 << 30
 _NAMED_SAMPLES = 8
 # name on the terminal -> name in the record
 _SHOWN = {
@@ -39,6 +39,7 @@ _SHOWN = {
     "rows_s": "draft_rows_per_s",
     "wait": "wait_share",
     "gib": "memory_gib",
+    "host_gib": "host_memory_gib",
 }
 
 
@@ -54,10 +55,11 @@ class Journal:
         stores: Sequence[Store],
         samples: Catalog,
         num_steps: int,
+        clock: Clock,
     ) -> None:
         self._log, self._group, self._run = log, group, run
         self._stores, self._samples, self._num_steps = stores, samples, num_steps
-        self._out = out
+        self._out, self._clock = out, clock
         self._drawn: list[tuple[int, Draw]] = []
         self._since = time.perf_counter()
         self._board = _board(out / "tensorboard") if group.rank == 0 else None
@@ -107,6 +109,7 @@ class Journal:
         num_tokens, num_blocks, num_samples, wait_s = told[len(metrics.sums) : len(shared)].tolist()
         now = time.perf_counter()
         elapsed_s, self._since = now - self._since, now
+        used = usage(device)
         record: dict[str, object] = {
             "step": step,
             "epoch": self._drawn[-1][1].epoch,
@@ -123,10 +126,14 @@ class Journal:
             "draft_rows_per_s": num_blocks * (len(summary.accuracy_by_slot) + 1) / elapsed_s,
             "samples_per_s": num_samples / elapsed_s,
             "wait_share": wait_s / self._group.world / elapsed_s,
-            "memory_gib": _memory_gib(device),
-            "host_memory_gib": _host_memory_gib(),
+            "memory_gib": gib(used.peak),
+            "reserved_memory_gib": gib(used.reserved),
+            "host_memory_gib": gib(used.host_peak),
             "time": time.time(),
         }
+        # of this rank alone
+        stage_s = {"wait": counts.wait_s} | self._clock.take()
+        record |= {f"{name}_ms": 1e3 * s / len(self._drawn) for name, s in stage_s.items()}
         if self._run.loss.needs_last:
             record |= {"kl": summary.kl, "overlap": summary.overlap}
         self._tell(step, summary, record)
@@ -167,35 +174,27 @@ class Journal:
                 self._board.add_scalar(f"accuracy/slot{slot:02d}", accuracy, step)
 
     def _name_bad_steps(self, health: Health) -> None:
-        for (step, draw), is_bad in zip(self._drawn, health.is_bad, strict=True):
-            if is_bad:
+        last = ""
+        for (step, draw), where in zip(self._drawn, health.first_bad, strict=True):
+            if where:
                 keys = [self._key(place) for batch in draw.batches for place in batch.tolist()]
                 more = f" and {len(keys) - _NAMED_SAMPLES} more" * (len(keys) > _NAMED_SAMPLES)
-                self._log.say(
-                    f"step {step}: loss or gradient not finite, step skipped; samples "
+                last = (
+                    f"step {step}: NaN or Inf first in {where}, step skipped; samples "
                     f"{', '.join(keys[:_NAMED_SAMPLES])}{more}"
                 )
+                self._log.say(last)
         if health.longest_streak >= self._run.train.max_bad_steps:
             raise ValueError(
                 f"loss or gradient was not finite in {health.longest_streak} steps in a row "
-                f"(train.max_bad_steps is {self._run.train.max_bad_steps}); the samples are named "
-                "in the logs: check the store with dflash verify --deep, or lower optim.lr"
+                f"(train.max_bad_steps is {self._run.train.max_bad_steps}); the last on this rank: "
+                f"{last or 'none, see the logs of the others'}; check the store with dflash verify "
+                "--deep, or lower optim.lr"
             )
 
     def _key(self, place: int) -> str:
         store = self._stores[int(self._samples.store_C[place])]
         return store.table.key(int(self._samples.sample_C[place]))
-
-
-def _memory_gib(device: torch.device) -> float:
-    """Most device memory used so far; on a CPU the process's own."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / _GIB
-    return _host_memory_gib()
-
-
-def _host_memory_gib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
 
 
 def _board(path: Path) -> SummaryWriter:

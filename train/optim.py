@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from dflash_pipeline.configs.schema import OptimConfig
+from dflash_pipeline.train.finite import GRADIENT, PLACES
 from dflash_pipeline.train.group import Group
 
 # weight sum, loss sum, request to stop: they travel at the end of the flat gradient, one
@@ -48,8 +49,9 @@ class Health:
     """Skipped steps since the run began."""
     longest_streak: int
     """Most skipped steps in a row since the host last asked, the streak before included."""
-    is_bad: tuple[bool, ...]
-    """Step by step since the host last asked: loss or gradient of this very rank not finite."""
+    first_bad: tuple[str, ...]
+    """Step by step since the host last asked: where the first number of this very rank was that is
+    not finite; empty: loss and gradient are."""
 
 
 class Optimizer:
@@ -89,6 +91,7 @@ class Optimizer:
         self._steps = [torch.zeros((), device=device) for _ in named]
         self._counts = torch.zeros(4, dtype=torch.float64, device=device)
         self._flags = torch.zeros(log_every, dtype=torch.float64, device=device)
+        self._where = torch.zeros((), dtype=torch.float64, device=device)
         self._num_flags = 0
         for parameter, master, gradient in zip(
             self._parameters, self._masters, self._gradients, strict=True
@@ -107,10 +110,11 @@ class Optimizer:
         parameter.register_post_accumulate_grad_hook(accumulate)
 
     @torch.no_grad()
-    def add(self, loss_sum: Tensor, weight_sum: Tensor) -> None:
-        """Tell the sums of a batch whose backward has run."""
+    def add(self, loss_sum: Tensor, weight_sum: Tensor, where: Tensor) -> None:
+        """Tell the sums of a batch whose backward has run, and `first_not_finite` of it."""
         self._gradient[self._size] += weight_sum
         self._gradient[self._size + 1] += loss_sum
+        self._where.copy_(torch.where(self._where == 0, where, self._where))
 
     @torch.no_grad()
     def step(self, lr: float, wants_stop: bool) -> Tensor:
@@ -136,9 +140,12 @@ class Optimizer:
         return stop
 
     def _flag_own(self, flat: Tensor, sums: Tensor) -> None:
-        own = ~(torch.linalg.vector_norm(flat).isfinite() & sums[1].isfinite())
-        self._flags[self._num_flags % len(self._flags)] = own
+        is_fine = torch.linalg.vector_norm(flat).isfinite() & sums[1].isfinite()
+        # what nothing before has explained is the gradient's own
+        where = torch.where(self._where == 0, GRADIENT, self._where)
+        self._flags[self._num_flags % len(self._flags)] = torch.where(is_fine, 0, where)
         self._num_flags += 1
+        self._where.zero_()
 
     def _update(self, lr: float, scale: Tensor, is_bad: Tensor) -> None:
         config = self._config
@@ -195,7 +202,7 @@ class Optimizer:
             gradient_norm=norm,
             num_bad=int(num_bad),
             longest_streak=int(longest),
-            is_bad=tuple(bool(flag) for flag in flags),
+            first_bad=tuple(PLACES[int(flag)] for flag in flags),
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -218,6 +225,16 @@ class Optimizer:
         self._counts[1:3] = state["counts"]
         self._counts[3] = self._counts[2]
         self.publish()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each kind of tensor that it holds or fills."""
+        own_weights = [one for one in self._parameters if one.dtype != torch.float32]
+        return {
+            "weights": sum(parameter.nbytes for parameter in own_weights),
+            "fp32 masters": self._master.nbytes,
+            "moments": self._average.nbytes + self._square.nbytes,
+            "gradient": self._gradient.nbytes,
+        }
 
     def masters(self) -> dict[str, Tensor]:
         """The parameters in fp32, by name."""

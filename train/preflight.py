@@ -18,6 +18,7 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import read_checkpoint, write_zlab
 from dflash_pipeline.train.feed import Batch
@@ -25,6 +26,7 @@ from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loss import Teacher, teacher_spans
 from dflash_pipeline.train.metrics import Metrics
+from dflash_pipeline.train.noise import Noise
 from dflash_pipeline.train.optim import Optimizer, learning_rate
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.step import learn
@@ -81,7 +83,10 @@ def rehearse(run: Run, shape: DrafterShape, place: Place) -> None:
         drafter.named_parameters(), run.optim, group, run.train.log_every, torch.float32
     )
     metrics = Metrics(twin.block_size, "cpu")
-    learn(_batch(run, twin, generator), drafter, head, run.loss, optimizer, metrics)
+    batch = _batch(run, twin, generator)
+    Noise(run.train, 0, torch.device("cpu")).add(batch.feature_NKH, 0, 0)
+    clock = Clock(torch.device("cpu"))
+    learn(batch, drafter, head, run.loss, optimizer, metrics, clock)
     optimizer.step(learning_rate(0, 1, run.optim), wants_stop=False)
     health = optimizer.health(optimizer.vector())
     if health.num_bad:

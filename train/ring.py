@@ -26,6 +26,7 @@ from dflash_pipeline.configs.schema import TrainConfig
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import StoreSpec
 from dflash_pipeline.train.anchors import Blocks
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.loss import teacher_spans
 from dflash_pipeline.train.mask import TILE
 from dflash_pipeline.train.shape import DrafterShape
@@ -109,8 +110,15 @@ class _Buffers:
         self.integers = make(num_integers, dtype=torch.int64)
         self.weights = make(sizes.num_rows, dtype=torch.float32)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._all())
+
+    def _all(self) -> tuple[Tensor, ...]:
+        return self.hidden_NKZ, self.last_MZ, self.integers, self.weights
+
     def poison(self) -> None:
-        for buffer in (self.hidden_NKZ, self.last_MZ, self.integers, self.weights):
+        for buffer in self._all():
             buffer.view(torch.uint8).fill_(_POISON)
 
 
@@ -201,9 +209,10 @@ class Ring:
         device: torch.device,
         dtype: torch.dtype,
         poison: bool,
+        clock: Clock,
     ) -> None:
         """`hidden`, `last`: how stored rows are read; `last` None: not at all."""
-        self._hidden, self._last = hidden, last
+        self._hidden, self._last, self._clock = hidden, last, clock
         self._dtype, self._poison = dtype, poison
         self._is_cuda = device.type == "cuda"
         # on a CPU one more: the one that the step is reading
@@ -214,6 +223,12 @@ class Ring:
             self._stream = torch.cuda.Stream(device)
             for _ in range(_NUM_PLACES):
                 self._places.append((_Buffers(sizes, device, False), torch.cuda.Event()))
+
+    @property
+    def device_bytes(self) -> int:
+        """What the places on the device hold; on a CPU the slots."""
+        slots = [] if self._is_cuda else [slot.buffers for slot in self._free]
+        return sum(buffers.num_bytes for buffers in slots + [place for place, _ in self._places])
 
     def free_slot(self) -> Slot | None:
         """A slot for a reader thread; None: all are in use."""
@@ -248,9 +263,10 @@ class Ring:
         with torch.cuda.stream(self._stream):
             # the step before the last has read this place
             self._stream.wait_event(released)
+        with torch.cuda.stream(self._stream), self._clock.stage("h2d"):
             for into, source, size in pairs:
                 into[:size].copy_(source[:size], non_blocking=True)
-            slot.copied.record()
+        slot.copied.record(self._stream)
         torch.cuda.current_stream().wait_event(slot.copied)
 
     def _views(self, buffers: _Buffers, slot: Slot) -> Lent:
@@ -261,11 +277,13 @@ class Ring:
             buffers.hidden_NKZ[: slot.num_tokens],
             buffers.last_MZ[: slot.num_last],
         )
-        feature_NKH = self._hidden.decode(stored_NKZ, self._dtype)
-        feature_NKH[slot.num_filled :] = 0
+        with self._clock.stage("dequantise"):
+            feature_NKH = self._hidden.decode(stored_NKZ, self._dtype)
+            feature_NKH[slot.num_filled :] = 0
+            teacher_UH = self._teachers(stored_MZ, unique_U)
         return Lent(
             feature_NKH=feature_NKH,
-            teacher_UH=self._teachers(stored_MZ, unique_U),
+            teacher_UH=teacher_UH,
             position_N=position_N,
             anchor_A=anchor_A.to(torch.int32),
             start_A=start_A.to(torch.int32),

@@ -18,14 +18,17 @@ from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import checkpoint, preflight
 from dflash_pipeline.train.checkpoint import Progress
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import read_checkpoint, rendering
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.metrics import Metrics
+from dflash_pipeline.train.noise import Noise
 from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.order import Catalog, Position, catalog, planned_steps
+from dflash_pipeline.train.profile import Profiler
 from dflash_pipeline.train.saver import Saver
 from dflash_pipeline.train.selection import dropped_lines, kept_samples
 from dflash_pipeline.train.shape import DrafterShape, drafter_shape
@@ -52,19 +55,35 @@ class Training:
     """Rank 0's alone."""
     num_steps: int
     """By the plan; what the learning rate is a function of."""
+    clock: Clock
+    noise: Noise
+    profiler: Profiler
     progress: Progress
+    feed_bytes: int = 0
+    """What the feed's buffers hold on the device."""
     validated_step: int = -1
 
     def save(self, is_best: bool) -> None:
         """Have the checkpoint of this step written, once, and OUT/best point to it."""
         if self.saver is not None:
-            self.saver.save(self.optimizer.state(), self.progress, is_best)
+            with self.clock.stage("checkpoint"):
+                self.saver.save(self.optimizer.state(), self.progress, is_best)
 
     def close(self) -> None:
         """Wait for the checkpoints; raises what writing them met."""
         self.journal.close()
+        self.profiler.close(self.progress.step)
+        self.clock.stage_now = "checkpoint"
         if self.saver is not None:
             self.saver.close()
+
+    def holdings(self) -> dict[str, int]:
+        """Bytes on the device that stay from step to step, by what holds them."""
+        return (
+            self.optimizer.sizes()
+            | {"embedding and head": self.head.num_bytes}
+            | {"the feed's buffers": self.feed_bytes}
+        )
 
 
 def open_stores(
@@ -154,6 +173,7 @@ def build(
         checkpoint.trim_metrics(out / "metrics.jsonl", progress.step)
         saver.found(progress.step)
     num_steps = planned_steps(samples, run.train, group.world)
+    clock = Clock(device)
     return Training(
         run=run,
         out=out,
@@ -164,9 +184,12 @@ def build(
         head=TargetHead.from_store(stores[0], shape, device, dtype),
         optimizer=optimizer,
         metrics=Metrics(shape.block_size, device),
-        journal=Journal(out, log, group, run, stores, samples, num_steps),
+        journal=Journal(out, log, group, run, stores, samples, num_steps, clock),
         saver=saver,
         num_steps=num_steps,
+        clock=clock,
+        noise=Noise(run.train, group.rank, device),
+        profiler=Profiler(run.train.profile, out, group.rank, device, log.say),
         progress=progress,
     )
 

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from dflash_pipeline.configs.schema import LossConfig
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.dpace import dpace_weights
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.feed import Batch
+from dflash_pipeline.train.finite import first_not_finite
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loss import RowStats, chunked_loss
 from dflash_pipeline.train.mask import Visibility, attention
@@ -28,12 +30,16 @@ def learn(
     config: LossConfig,
     optimizer: Optimizer,
     metrics: Metrics,
+    clock: Clock,
 ) -> None:
     """Add a batch's gradient, sums and metrics; nothing waits for the device."""
-    scored = score(batch, drafter, head, config)
-    loss_sum = (scored.loss_R * scored.weight_R).sum()
-    loss_sum.backward()
-    optimizer.add(loss_sum.detach(), scored.weight_R.sum())
+    with clock.stage("forward"):
+        scored = score(batch, drafter, head, config)
+        loss_sum = (scored.loss_R * scored.weight_R).sum()
+    with clock.stage("backward"):
+        loss_sum.backward()
+    where = first_not_finite(batch.feature_NKH, scored.hidden_RH.detach(), loss_sum.detach())
+    optimizer.add(loss_sum.detach(), scored.weight_R.sum(), where)
     metrics.add(
         scored.loss_R.detach(),
         scored.stats,
@@ -49,6 +55,7 @@ def learn(
 class Scored:
     """The rows of a batch that carry loss."""
 
+    hidden_RH: Tensor
     loss_R: Tensor
     """fp32, not weighed."""
     weight_R: Tensor
@@ -69,7 +76,7 @@ def score(batch: Batch, drafter: Drafter, head: TargetHead, config: LossConfig) 
             drafter.shape.block_size,
             config.dpace_alpha,
         )
-    return Scored(loss_R, weight_R, stats)
+    return Scored(hidden_RH, loss_R, weight_R, stats)
 
 
 def draft_blocks(batch: Batch, drafter: Drafter, head: TargetHead) -> Tensor:

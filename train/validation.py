@@ -7,6 +7,7 @@ tau to the last bit, so a difference is one of the weights.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,9 +17,28 @@ from dflash_pipeline.train.replay import held_out, replay
 from dflash_pipeline.train.selection import kept_samples
 from dflash_pipeline.train.setup import Training
 
+# samples between two signs of life
+_BEAT_SAMPLES = 8
 
-def validate(training: Training) -> None:
-    """Replay held-out samples, shared out over the ranks; a new best is saved and pointed to."""
+
+def validate(training: Training, beat: Callable[[int], None]) -> None:
+    """Replay held-out samples, shared out over the ranks; a new best is saved and pointed to.
+
+    `beat` is told the step now and then, as a sign of life.
+    """
+    with training.clock.stage("validate"):
+        tau, num_cycles = _replayed(training, beat)
+    if not num_cycles:
+        return
+    is_best = tau > training.progress.best_tau
+    training.journal.validated(training.progress.step, tau, num_cycles, is_best)
+    training.progress = judged(training.progress, tau, training.run.train.min_gain)
+    if is_best:
+        training.save(is_best=True)
+
+
+def _replayed(training: Training, beat: Callable[[int], None]) -> tuple[float, int]:
+    """tau of all ranks, pooled, and its cycles; none where nothing is held out."""
     step, group, stores = training.progress.step, training.group, training.stores
     training.validated_step = step
     kept = kept_samples([store.table for store in stores], training.run.train)
@@ -32,23 +52,21 @@ def validate(training: Training) -> None:
     listed = json.loads(group.agree(f"held out/{step}", json.dumps(ours)))
     chosen = listed[: training.run.train.validate_samples]
     if not chosen:
-        return
+        return 0.0, 0
     totals = torch.zeros(2, dtype=torch.float64, device=training.metrics.sums.device)
+    drafter = training.drafter
     for number, store in enumerate(stores):
         store.refresh()
         own = [sample for owner, sample in chosen[group.rank :: group.world] if owner == number]
-        drafter = training.drafter
-        tally = replay(store, own, drafter, training.head, drafter.shape, None)
-        totals[0] += tally.num_kept
-        totals[1] += tally.num_cycles
+        for begin in range(0, len(own), _BEAT_SAMPLES):
+            part = own[begin : begin + _BEAT_SAMPLES]
+            tally = replay(store, part, drafter, training.head, drafter.shape, None)
+            totals[0] += tally.num_kept
+            totals[1] += tally.num_cycles
+            beat(step)
     group.add_up(totals)
     num_kept, num_cycles = totals.tolist()
-    tau = num_kept / max(num_cycles, 1)
-    is_best = tau > training.progress.best_tau
-    training.journal.validated(step, tau, int(num_cycles), is_best)
-    training.progress = judged(training.progress, tau, training.run.train.min_gain)
-    if is_best:
-        training.save(is_best=True)
+    return num_kept / max(num_cycles, 1), int(num_cycles)
 
 
 def judged(progress: Progress, tau: float, min_gain: float) -> Progress:

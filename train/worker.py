@@ -19,11 +19,13 @@ from dflash_pipeline.train import checkpoint
 from dflash_pipeline.train.feed import Feed, feed_access
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.memory import explained
 from dflash_pipeline.train.optim import learning_rate
 from dflash_pipeline.train.setup import Training, build, compute_on, open_stores
 from dflash_pipeline.train.step import learn
 from dflash_pipeline.train.stop import StopVote, StopWish
 from dflash_pipeline.train.validation import is_on_plateau, validate
+from dflash_pipeline.train.watchdog import Watchdog
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -45,13 +47,20 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             log.say("the store is still being captured: following it")
         device, dtype = compute_on(run, place)
         access = feed_access(stores, run.feed, log.say)
+        clock = training.clock
         with (
             contextlib.closing(training),
-            Feed(stores, samples, order, run, shape, device, dtype, is_poisoned(), access) as feed,
+            Watchdog(place, run.train.timeout_s, log, group, clock) as watchdog,
+            explained(device, training.holdings, lambda: clock.stage_now),
+            Feed(
+                stores, samples, order, run, shape, device, dtype, is_poisoned(), access, clock
+            ) as feed,
         ):
-            is_stopped = _learn(training, feed, order, StopVote(group, device), wish)
+            training.feed_bytes = feed.device_bytes
+            vote = StopVote(group, device)
+            is_stopped = _learn(training, feed, order, vote, wish, watchdog)
             if not is_stopped and training.validated_step != training.progress.step:
-                validate(training)
+                validate(training, watchdog.beat)
             training.save(is_best=False)
         if is_stopped:
             log.say(f"stopped after step {training.progress.step}, checkpoint written")
@@ -71,28 +80,45 @@ def _why_early(training: Training) -> str:
     )
 
 
-def _learn(training: Training, feed: Feed, order: Order, vote: StopVote, wish: StopWish) -> bool:
+def _learn(
+    training: Training,
+    feed: Feed,
+    order: Order,
+    vote: StopVote,
+    wish: StopWish,
+    watchdog: Watchdog,
+) -> bool:
     """Steps until the run is over; whether it was stopped before."""
     config, journal = training.run.train, training.journal
-    optimizer, metrics = training.optimizer, training.metrics
+    optimizer, metrics, clock = training.optimizer, training.metrics, training.clock
     draw, lr = None, 0.0
+
+    def on_wait() -> None:
+        watchdog.beat(training.progress.step)
+        journal.waiting()
+
     while not _is_over(training):
-        training.group.beat(training.progress.step)
-        coming = feed.step(wish.is_asked, journal.waiting)
+        watchdog.beat(training.progress.step)
+        coming = feed.step(wish.is_asked, on_wait)
         if coming is None:
             break
-        draw = coming
-        for batch in feed.batches(draw):
-            learn(batch, training.drafter, training.head, training.run.loss, optimizer, metrics)
+        draw, step = coming, training.progress.step + 1
+        training.profiler.before(step)
+        for number, batch in enumerate(feed.batches(draw)):
+            training.noise.add(batch.feature_NKH, step, number)
+            learn(
+                batch, training.drafter, training.head, training.run.loss, optimizer, metrics, clock
+            )
         lr = learning_rate(training.progress.step, training.num_steps, training.run.optim)
-        votes = optimizer.step(lr, wish.is_asked())
-        step = training.progress.step + 1
+        with clock.stage("optimiser"):
+            votes = optimizer.step(lr, wish.is_asked())
         training.progress = replace(training.progress, step=step, position=draw.after)
         journal.note(step, draw)
+        training.profiler.after(step)
         if step % config.log_every == 0:
             journal.line(step, lr, metrics, optimizer, feed)
         if config.validate_every and step % config.validate_every == 0:
-            validate(training)
+            validate(training, watchdog.beat)
         if step % config.save_every == 0:
             training.save(is_best=False)
         if training.saver is not None:

@@ -40,6 +40,7 @@ if importlib.util.find_spec("google_crc32c") is None:
 from dflash_pipeline.configs.schema import LossConfig, OptimConfig
 from dflash_pipeline.train import loss as loss_module
 from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Attend, Drafter, Layer, Turn
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.floor import H200_FLOP_PER_S, StepSize, loss_flop, step_flop
@@ -584,12 +585,12 @@ def _with_optimizer(
     drafter.float()
     alone: Any = _Alone()
     optimizer = Optimizer(drafter.named_parameters(), OptimConfig(), alone, 100, bench.dtype)
-    metrics = Metrics(shape.block_size, bench.device)
+    metrics, clock = Metrics(shape.block_size, bench.device), Clock(bench.device)
     batches = [_batch(bench, shape, config, seed, with_features=True) for seed in range(3)]
 
     def once(turn: int) -> None:
         for place in (turn, turn + 1):
-            learn(batches[place % 3], drafter, head, config, optimizer, metrics)
+            learn(batches[place % 3], drafter, head, config, optimizer, metrics, clock)
         optimizer.step(1e-5, wants_stop=False)
 
     ms = bench.ms(once) / 2

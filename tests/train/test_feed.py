@@ -17,6 +17,7 @@ from dflash_pipeline.configs.schema import LossConfig, Run
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import paths
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.feed import Batch, Feed, feed_access
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
@@ -45,7 +46,7 @@ def feed_of(
             Position(0, 0, 0),
         )
         access = feed_access([whole_store], run.feed, print)
-        arguments = (run, shape, CPU, torch.float32, poison, access)
+        arguments = (run, shape, CPU, torch.float32, poison, access, Clock(CPU))
         with Feed([whole_store], samples, order, *arguments) as feed:
             yield feed, samples
 

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import OptimConfig
+from dflash_pipeline.train.finite import first_not_finite
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.optim import Optimizer, learning_rate
+
+FINE = torch.zeros((), dtype=torch.float64)
 
 
 def _model() -> nn.Module:
@@ -52,7 +55,7 @@ def test_steps_equal_torchs_adamw_on_the_mean_of_the_window(
         for part, weight in ((0, 3.0), (1, 5.0)):
             loss = _loss(ours, 10 * step + part)
             loss.backward()
-            optimizer.add(loss.detach(), torch.tensor(weight))
+            optimizer.add(loss.detach(), torch.tensor(weight), FINE)
         optimizer.step(0.01, wants_stop=False)
         plain.zero_grad()
         ((_loss(theirs, 10 * step) + _loss(theirs, 10 * step + 1)) / 8).backward()
@@ -71,10 +74,10 @@ def test_a_bad_step_changes_nothing_and_is_counted(
     model = _model()
     optimizer = optimizer_of(model, OptimConfig())
 
-    def step(factor: float) -> None:
+    def step(factor: float, where: Tensor = FINE) -> None:
         loss = _loss(model, 0) * factor
         loss.backward()
-        optimizer.add(loss.detach(), torch.tensor(2.0))
+        optimizer.add(loss.detach(), torch.tensor(2.0), where)
         optimizer.step(0.01, wants_stop=False)
 
     step(1.0)
@@ -83,12 +86,13 @@ def test_a_bad_step_changes_nothing_and_is_counted(
     after = optimizer.state()
     del before["counts"], after["counts"]
     assert all(torch.equal(before[name], after[name]) for name in before)
-    step(bad)
+    step(bad, first_not_finite(torch.tensor([1.0, bad]), torch.ones(1)))
     step(1.0)
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     health = optimizer.health(optimizer.vector())
     assert (health.num_bad, health.longest_streak) == (2, 2)
-    assert health.is_bad == (False, True, True, False)
+    # the first was told of nothing that was bad before its gradient
+    assert health.first_bad == ("", "the gradient", "the stored features", "")
     assert optimizer.health(optimizer.vector()).longest_streak == 0
 
 
@@ -102,7 +106,7 @@ def test_steps_too_small_for_bf16_add_up_in_the_masters(
     for _ in range(200):
         loss = _loss(model, 0)
         loss.backward()
-        optimizer.add(loss.detach(), torch.tensor(1.0))
+        optimizer.add(loss.detach(), torch.tensor(1.0), FINE)
         optimizer.step(1e-5, wants_stop=False)
     assert model[0].weight.dtype == torch.bfloat16
     assert model[0].weight.grad is None
@@ -116,7 +120,7 @@ def test_state_goes_on_bit_by_bit(optimizer_of: Callable[..., Optimizer]) -> Non
         for step in steps:
             loss = _loss(model, step)
             loss.backward()
-            optimizer.add(loss.detach(), torch.tensor(2.0))
+            optimizer.add(loss.detach(), torch.tensor(2.0), FINE)
             optimizer.step(0.01, wants_stop=False)
 
     whole, half, rest = _model(), _model(), _model()

@@ -16,6 +16,7 @@ from dflash_pipeline.configs.schema import LossConfig, OptimConfig, TrainConfig
 from dflash_pipeline.store.access import Plain
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.group import Group
@@ -43,7 +44,7 @@ def batch_of(whole_store: Store) -> Callable[..., BatchOf]:
         sizes = Sizes.of(CONFIG, whole_store.spec, shape, True, padded)
         hidden = StoredRows.hidden(whole_store, shape.layer_ids, device)
         last = StoredRows.last(whole_store, device)
-        ring = Ring(sizes, 2, hidden, last, device, dtype, poison=True)
+        ring = Ring(sizes, 2, hidden, last, device, dtype, poison=True, clock=Clock(device))
 
         @contextmanager
         def lend(samples: list[int]) -> Iterator[Batch]:
@@ -150,7 +151,7 @@ def test_steps_on_cuda_wait_for_nothing_compile_once_and_equal_the_cpu(
             drafter.named_parameters(), OptimConfig(clip=0.5), Group(place, 5.0), 50, torch.float32
         )
         head = TargetHead.from_store(whole_store, shape, device, torch.float32)
-        metrics = Metrics(shape.block_size, device)
+        metrics, clock = Metrics(shape.block_size, device), Clock(device)
         lend = batch_of(shape, device.type == "cuda", device, torch.float32)
         samples = _samples(whole_store)
         rounds = [samples[:2], samples[:6], samples[:1], samples[2:5], samples[:4]]
@@ -158,7 +159,7 @@ def test_steps_on_cuda_wait_for_nothing_compile_once_and_equal_the_cpu(
         for repeat in range(5):
             for members in rounds:
                 with lend(members) as batch:
-                    learn(batch, drafter, head, LOSS, optimizer, metrics)
+                    learn(batch, drafter, head, LOSS, optimizer, metrics, clock)
                 optimizer.step(1e-3, wants_stop=False)
             if device.type == "cuda" and repeat == 0:
                 compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -21,6 +21,7 @@ from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store.access import Plain
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train import evaluate, setup
+from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.decode import as_stored
 from dflash_pipeline.train.feed import Feed
 from dflash_pipeline.train.follow import Order
@@ -72,7 +73,8 @@ def test_a_batch_holds_what_the_store_decodes(
     order = Order(samples, [store], run.train, Group(place, 5.0), tmp_path / "order", position)
     columns = [(1, 3, 5).index(layer_id) for layer_id in layer_ids]
     num_seen = 0
-    arguments = (run, shape, torch.device(device), torch.float32, True, Plain(False))
+    clock = Clock(torch.device(device))
+    arguments = (run, shape, torch.device(device), torch.float32, True, Plain(False), clock)
     with Feed([store], samples, order, *arguments) as feed:
         while (draw := feed.step(lambda: False, lambda: None)) is not None:
             for batch in feed.batches(draw):

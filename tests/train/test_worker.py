@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from dflash_pipeline.train.shape import DrafterShape
 
 # torch 2.11 warns about its own use of deprecated calls when it compiles
 WARNS = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+DEVICE_STAGES = ("dequantise", "forward", "backward", "optimiser")
 NEW: dict[str, object] = {"resume": False}
 AGAIN: dict[str, object] = {"resume": True}
 
@@ -113,14 +115,16 @@ def test_a_run_may_begin_from_a_speculators_checkpoint_of_others(
         setup.take_over(second, str(path))
 
 
+@pytest.mark.parametrize("noise_std", [0.0, 0.1])
 def test_a_killed_run_goes_on_bit_by_bit(
+    noise_std: float,
     whole_store: Store,
     train_run: Callable[..., Run],
     place: Place,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = train_run(max_steps=12, epochs=9, save_every=7, log_every=3)
+    run = train_run(max_steps=12, epochs=9, save_every=7, log_every=3, noise_std=noise_std)
     worker.main(*_elsewhere(run, place, tmp_path, "whole"), NEW)
     before = Journal.note
 
@@ -263,10 +267,92 @@ def test_steps_that_are_not_finite_are_named_and_end_the_run_in_time(
         before(replace(batch, feature_NKH=batch.feature_NKH * float("nan")), *others)
 
     monkeypatch.setattr(worker, "learn", spoiled)
-    with pytest.raises(ValueError, match="not finite in 4 steps in a row"):
+    last = "the last on this rank: step 4: NaN or Inf first in the stored features, .* sample-"
+    with pytest.raises(ValueError, match=f"not finite in 4 steps in a row.*{last}"):
         worker.main(run, place, NEW)
     log = (tmp_path / "out" / "logs" / "train-0.log").read_text()
-    assert "step 1: loss or gradient not finite, step skipped; samples sample-" in log
+    first = "step 1: NaN or Inf first in the stored features, step skipped; samples sample-"
+    assert first in log
+
+
+def test_memory_that_runs_out_is_accounted_for(
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def backward(*_arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 is full.")
+
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    monkeypatch.setattr("dflash_pipeline.train.preflight.rehearse", lambda *_arguments: None)
+    holders = r"weights .*fp32 masters .*moments .*gradient .*embedding and head .*feed's buffers "
+    with pytest.raises(
+        ValueError, match=r"ran out in backward \(Tried to allocate 2 GiB\).*" + holders
+    ):
+        worker.main(train_run(), place, NEW)
+
+
+def test_log_lines_tell_each_stage_and_a_window_is_traced(
+    whole_store: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> None:
+    worker.main(train_run(max_steps=4, profile="2-3", save_every=2, validate_every=2), place, NEW)
+    out = tmp_path / "out"
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [record for record in records if "loss" in record]
+    assert all(line[f"{stage}_ms"] > 0 for line in lines for stage in DEVICE_STAGES)
+    # what comes after a line is told by the next one
+    assert [line["validate_ms"] > 0 for line in lines] == [False, True]
+    assert [line["checkpoint_ms"] > 0 for line in lines] == [False, True]
+    assert all(line["host_memory_gib"] > 0 for line in lines)
+    (trace,) = (out / "profile").iterdir()
+    assert trace.name == "rank0-steps-2-3.json"
+    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("optimiser") == 2
+    log = (out / "logs" / "train-0.log").read_text()
+    assert "steps 2 to 3 are traced in" in log
+
+
+HANGS = """
+import time
+from dflash_pipeline.train import worker
+
+def main(run, place, extra):
+    before, steps = worker.learn, []
+
+    def learn(*arguments):
+        steps.append(1)
+        if place.rank == 1 and len(steps) == 3:
+            time.sleep(60)
+        before(*arguments)
+
+    worker.learn = learn
+    worker.main(run, place, extra)
+"""
+
+
+def test_a_rank_that_hangs_is_named_and_ends_the_run(
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "hanging.py").write_text(HANGS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    # a launcher that is done with the failed one does not wait for the others' own patience
+    monkeypatch.setattr("dflash_pipeline.configs.launch.GRACE_S", 1.0)
+    run = train_run(timeout_s=6.0)
+    devices = Devices(kind="cpu", ids=(0, 1))
+    assert launch("hanging:main", run, devices, "train", place.log_dir, NEW) == 1
+    said = capfd.readouterr().err
+    assert re.search(r"rank 1 hangs: for [56] s it has been in stage .* after step 2 \(the", said)
+    assert "(the others: no single rank is behind)" in said
+    stacks = (tmp_path / "out" / "logs" / "train-1.log").read_text()
+    assert 'hanging.py", line 11 in learn' in stacks
+    assert "most recent call first" in stacks
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_is_written(

@@ -1,0 +1,43 @@
+"""Time by stage."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from dflash_pipeline.train.clock import STAGES, Clock
+
+
+def test_a_stage_is_counted_until_it_is_taken() -> None:
+    clock = Clock(torch.device("cpu"))
+    for _ in range(2):
+        with clock.stage("forward"):
+            assert clock.stage_now == "forward"
+            time.sleep(0.01)
+    with clock.stage("backward"):
+        pass
+    taken = clock.take()
+    assert tuple(taken) == STAGES
+    assert 0.02 <= taken["forward"] < 2
+    assert taken["backward"] < 0.01
+    assert set(clock.take().values()) == {0.0}
+    # what an error is named by
+    assert clock.stage_now == "backward"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_stages_of_a_device_are_its_own_time_and_wait_for_nothing() -> None:
+    clock = Clock(torch.device("cuda"))
+    square = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    with clock.stage("forward"):
+        for _ in range(100):
+            square @ square
+    assert clock.take()["forward"] == 0.0
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert clock.take()["forward"] > 0.001

@@ -1,0 +1,67 @@
+"""A rank that hangs is named, with the stack of every thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.status import read_status, status_path
+from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.train.clock import Clock
+from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.watchdog import Watchdog
+
+
+def _stuck_reader(until: threading.Event) -> None:
+    until.wait(30)
+
+
+def test_a_hang_is_named_with_its_stage_its_step_and_every_stack(
+    place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    reader = threading.Thread(target=_stuck_reader, args=(ended,))
+    reader.start()
+    clock = Clock(torch.device("cpu"))
+    with Watchdog(place, 1.0, RunLog(place), Group(place, 1.0), clock, end) as watchdog:
+        for step in range(6):
+            watchdog.beat(step)
+            time.sleep(0.2)
+        assert not codes
+        with clock.stage("backward"):
+            assert ended.wait(30)
+    reader.join()
+    assert codes == [1]
+    status = read_status(status_path(place.log_dir, "train", 0))
+    assert status is not None
+    assert status.state == "failed"
+    assert "rank 0 hangs: for 1 s it has been in stage 'backward' after step 5: every thread" in (
+        status.error
+    )
+    stacks = capfd.readouterr().err
+    assert "_stuck_reader" in stacks
+    assert "test_a_hang_is_named" in stacks
+    assert "rank 0 hangs" in (tmp_path / "out" / "logs" / "train-0.log").read_text()
+
+
+def test_a_rank_that_waits_for_others_is_not_taken_for_the_one_that_hangs(place: Place) -> None:
+    codes: list[int] = []
+    group = Group(place, 1.0)
+    clock = Clock(torch.device("cpu"))
+    with (
+        Watchdog(place, 0.2, RunLog(place), group, clock, codes.append),
+        group._waiting(),
+    ):
+        time.sleep(0.5)
+    assert not codes
