@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +32,7 @@ from dflash_pipeline.configs.options import (
     TEMPLATE,
     configured,
     give,
+    line,
     option,
     options,
     placed,
@@ -104,7 +107,12 @@ def generate(
             f"no prompt of {', '.join(run.data.files)} was answered, {out} is empty: the lines "
             "above say why each was left out"
         )
-    return _end(code, f"dflash capture --data {shlex.quote(out)}{_config(config)}", _this_line())
+    # servers alone do not say which target to capture
+    told: dict[str, object] = {} if run.target.id else {"target.id": "MODEL"}
+    told |= {"data.files": (out,), "data.limit": None}
+    if not run.store.path:
+        told["store.path"] = _free_name(f"{Path(out).stem}.store")
+    return _end(code, line(context, capture, told, config, sets), _this_line())
 
 
 @dflash.command()
@@ -150,7 +158,8 @@ def capture(
         module, function = ("planning", "plan_and_capture") if is_alone else ("worker", "main")
         entry = f"dflash_pipeline.capture.{module}:{function}"
         code = _stage(entry, run, devices, "capture", logs, extra, share_gpu)
-    return _end(code, f"dflash train --store {shlex.quote(store)}{_config(config)}", _this_line())
+    following = line(context, train, {"train.stores": (store,)}, config, sets)
+    return _end(code, following, _this_line())
 
 
 @dflash.command()
@@ -200,8 +209,10 @@ def train(
     code = _stage(entry, run, devices, "train", logs, extra, share_gpu)
     again = [*_words(), "--resume"] if "--resume" not in _words() else _words()
     again = again if "--out" in again else [*again, "--out", out]
-    following = f"dflash eval --drafter {shlex.quote(out)}{_config(config)}"
-    return _end(code, following, shlex.join(again))
+    told: dict[str, object] = {"eval.drafter": out}
+    if not run.eval.prompts and run.store.path != str(paths[0]):
+        told["store.path"] = str(paths[0])
+    return _end(code, line(context, evaluate, told, config, sets), shlex.join(again))
 
 
 @dflash.command("eval")
@@ -232,7 +243,9 @@ def evaluate(
     devices = _one_device(gpus, share_gpu)
     entry, logs = "dflash_pipeline.cli:decode_and_score", _logs_near(Path(drafter))
     code = _stage(entry, run, devices, "eval", logs, {}, share_gpu)
-    return _end(code, f"dflash export {shlex.quote(drafter)} --out DIR", _this_line())
+    arguments = (drafter, "--out", _free_name("drafter"))
+    following = line(context, export, {"store.path": None}, config, sets, arguments)
+    return _end(code, following, _this_line())
 
 
 def decode_and_score(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -389,7 +402,7 @@ def show_status(directory: str, as_json: bool) -> int:
     if all(one.state == "done" for one in found):
         click.echo("all of them are done")
     else:
-        click.echo("next: run the same command again to go on (train: with --resume)")
+        click.echo("to go on, run the same command again (train: with --resume)")
     return 0
 
 
@@ -399,8 +412,18 @@ def show_status(directory: str, as_json: bool) -> int:
 @click.pass_context
 def show_config(context: click.Context, config: str, sets: tuple[str, ...]) -> int:
     """Print the resolved configuration as TOML, every value named."""
-    click.echo(to_toml(resolve(context, config, sets)), nl=False)
-    click.echo("next: save it as dflash.toml, edit it, then: dflash capture", err=True)
+    run = resolve(context, config, sets)
+    click.echo(to_toml(run), nl=False)
+    needed = {
+        "target.id": run.target.id,
+        "data.files": run.data.files,
+        "store.path": run.store.path,
+    }
+    missing = [key for key, value in needed.items() if not value]
+    following = line(context, capture, {}, config, sets) + " --plan"
+    if missing:
+        following = f"set {', '.join(missing)} in dflash.toml, then: dflash capture --plan"
+    click.echo(f"next: {following}", err=True)
     return 0
 
 
@@ -532,8 +555,10 @@ def _this_line() -> str:
     return shlex.join(_words())
 
 
-def _config(config: str) -> str:
-    return f" --config {shlex.quote(config)}" if config else ""
+def _free_name(name: str) -> str:
+    """`name`, or with a number where something of that name stands already."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(one for one in names if not os.path.lexists(one))
 
 
 def _end(code: int, following: str, again: str) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import click
@@ -34,6 +35,33 @@ def resolve(context: click.Context, config: str, sets: tuple[str, ...]) -> Run:
 def give(context: click.Context, key: str, value: object) -> None:
     """As if an option of the line had set the schema's field `key`."""
     context.meta.setdefault(_GIVEN, {})[key] = value
+
+
+def line(
+    context: click.Context,
+    command: click.Command,
+    told: Mapping[str, object],
+    config: str,
+    sets: Sequence[str],
+    arguments: Sequence[str] = (),
+) -> str:
+    """The line of another command of the same run, as it can be typed; `arguments` come first.
+
+    It says what `told` has (schema key -> value; None: nothing), what the options of this line set
+    where the other command has an option for it, and this line's --config and --set.
+    """
+    values = {**context.meta.get(_GIVEN, {}), **told}
+    words = ["dflash", str(command.name), *arguments]
+    for parameter in command.params:
+        value = values.get(parameter.schema_key) if isinstance(parameter, SchemaOption) else None
+        if value is None:
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
+            words += [parameter.opts[0]] if one is True else [parameter.opts[0], str(one)]
+    words += ["--config", config] if config else []
+    for text in sets:
+        words += ["--set", text]
+    return shlex.join(words)
 
 
 def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Function], Function]:

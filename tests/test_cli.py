@@ -212,7 +212,10 @@ def test_options_reach_the_run_and_win_over_set_and_file(type_line: Callable[...
     assert run["generate"]["top_p"] == 0.9
     assert run["target"]["thinking"] == "off"
     assert run["target"]["template_args"] == ["a=b"]
-    assert ended.last_line == "next: dflash capture --data 'my answers.jsonl'"
+    assert ended.last_line == (
+        "next: dflash capture --data 'my answers.jsonl' --thinking off --template-arg a=b "
+        "--set generate.samples=5 --set generate.top_p=0.9"
+    )
 
 
 def test_flags_turn_fields_on_and_off(type_line: Callable[..., Ended]) -> None:
@@ -233,7 +236,7 @@ def test_eval_joins_the_targets_side_with_the_drafters(type_line: Callable[..., 
     assert call["entry"] == "train.evaluate"
     assert call["more"] == ["open_target"]
     assert call["run"]["eval"]["json"] == "r.json"
-    assert ended.last_line == "next: dflash export x --out DIR"
+    assert ended.last_line == "next: dflash export x --out drafter"
     assert type_line("dflash eval --gpus cpu:2 --drafter x").code == 2
 
 
@@ -458,7 +461,7 @@ def test_status_tells_a_dead_process_from_a_living_one(type_line: Callable[..., 
     assert "train-1  dead, was running" in out
     listed = json.loads(type_line("dflash status run --json").out)
     assert [one["alive"] for one in listed] == [True, False]
-    assert out.splitlines()[-1].startswith("next: run the same command again")
+    assert out.splitlines()[-1].startswith("to go on, run the same command again")
     for status in (alive, dead):
         status.state = "done"
         write_status("run/logs", status)
@@ -526,3 +529,57 @@ def test_every_option_says_what_it_does() -> None:
 def test_every_command_is_there() -> None:
     wanted = {"generate", "capture", "train", "eval", "export", "inspect", "verify", "status"}
     assert set(_commands()) >= wanted | {"config", "demo"}
+
+
+SAID = "--target toy --thinking on --template-arg a=b --max-len 99 --set data.heldout=0.5"
+
+
+@pytest.mark.parametrize("line", [
+    f"dflash generate {SAID} --data a.jsonl --out 'b c.jsonl' --limit 3",
+    f"dflash capture {SAID} --data a.jsonl --store new --hidden-mode int8",
+    f"dflash capture {SAID} --data a.jsonl --store new --plan",
+    "dflash train --store x --out 'my run' --set loss.gamma=4",
+    "dflash eval --drafter x --store hs",
+    "dflash inspect x",
+    "dflash verify x",
+    "dflash verify x --deep",
+    "dflash merge new x hs",
+    "dflash config toy --set store.path=new --set 'data.files=[\"a.jsonl\"]'",
+    "dflash demo --out new",
+])  # fmt: skip
+def test_the_line_that_is_to_come_next_can_be_typed_and_says_what_this_one_did(
+    line: str, type_line: Callable[..., Ended]
+) -> None:
+    ended = type_line(f"{line} --gpus cpu" if "--data" in line else line)
+    assert ended.code == 0, ended.err
+    said = (ended.out + ended.err).strip().splitlines()[-1]
+    assert said.startswith("next: dflash ")
+    # what the real stage would have written
+    Path("b c.jsonl").touch()
+    for made in ("new/store", "my run"):
+        Path(made).mkdir(parents=True, exist_ok=True)
+    (Path("new") / "zarr.json").touch()
+    following = type_line(said.removeprefix("next: "))
+    assert following.code == 0, following.err
+    if "--data" in line and "capture" in said:
+        before, after = (one.calls[-1]["run"] for one in (ended, following))
+        for section, name in (("target", "thinking"), ("target", "template_args")):
+            assert after[section][name] == before[section][name]
+        assert after["data"]["heldout"] == before["data"]["heldout"]
+        assert (after["data"]["limit"], after["target"]["id"]) == (0, "toy")
+
+
+def test_a_name_that_is_taken_is_not_proposed(type_line: Callable[..., Ended]) -> None:
+    Path("drafter").mkdir()
+    Path("d.store").mkdir()
+    ended = type_line("dflash eval --drafter x --store hs")
+    assert ended.last_line == "next: dflash export x --out drafter-2"
+    ended = type_line("dflash generate --gpus cpu --target toy --data a.jsonl --out d.jsonl")
+    assert ended.last_line == "next: dflash capture --target toy --data d.jsonl --store d.store-2"
+
+
+def test_a_configuration_that_lacks_something_says_what(type_line: Callable[..., Ended]) -> None:
+    ended = type_line("dflash config toy")
+    assert ended.err.splitlines()[-1] == (
+        "next: set data.files, store.path in dflash.toml, then: dflash capture --plan"
+    )

@@ -100,3 +100,20 @@ def test_what_they_made_is_whole_and_goes_on_to_be_scored_and_exported(
     config = json.loads((folder / "served" / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["dflash_config"]["target_layer_ids"] == [0, 1, 2, 3]
+
+
+def test_each_command_s_last_line_is_the_next_command(tmp_path: Path) -> None:
+    prompts = conversations("math", "train", 1)
+    rows = [{"id": f"row-{i}", "messages": next(prompts)[:1]} for i in range(24)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line = (
+        "dflash generate --config toy --data prompts.jsonl --out answers.jsonl --max-new-tokens 12 "
+        "--set data.heldout=0.3 --set train.max_steps=2"
+    )
+    typed = []
+    while line.startswith("dflash "):
+        typed.append(line.split()[1])
+        *_, last = _run(tmp_path, line).strip().splitlines()
+        line = last.removeprefix("next: ")
+    assert typed == ["generate", "capture", "train", "eval", "export"]
+    assert line.strip().startswith("python -m sglang.launch_server --model-path toy")
