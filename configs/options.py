@@ -74,7 +74,9 @@ def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Funct
     kind: Any = typing.get_args(doc.kind)[0] if is_list else doc.kind
     if typing.get_origin(kind) is Literal:
         kind = click.Choice(typing.get_args(kind))
-    text = ("Off: " if turns is False else "") + doc.text + (" Repeatable." if is_list else "")
+    # a flag that turns a field off is told what off means
+    text = doc.text.partition("; off: ")[2].capitalize() if turns is False else doc.text
+    text += " Repeatable." if is_list else ""
     if turns is None and doc.default not in ("", ()):
         text += f"  [default: {doc.default}]"
 

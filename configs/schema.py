@@ -391,7 +391,8 @@ class TrainConfig:
     noise_scale: Literal["rms", "absolute"] = "rms"
     """rms: relative to the root mean square of each row of each layer."""
     follow: bool = True
-    """Train on a store that is still being captured; off: refuse it."""
+    """Train on a store that is still being captured; off: refuse a store that is
+    still being captured."""
     log_every: int = 10
     """Steps between log lines."""
     save_every: int = 500

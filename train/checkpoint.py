@@ -106,6 +106,12 @@ def begin(out: Path, run: Run, stores: Sequence[Store], resume: bool) -> None:
         )
 
 
+def withdraw(out: Path) -> None:
+    """Take back what `begin` wrote for a new run that was refused before its first step: the same
+    --out may be named again. Logs stay."""
+    (out / RUN_FILE).unlink(missing_ok=True)
+
+
 def _description(run: Run, stores: Sequence[Store]) -> dict[str, Any]:
     return {
         "run": to_dict(run),

@@ -40,7 +40,12 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         if group.rank == 0:
             checkpoint.begin(out, run, stores, resume)
         group.agree("begun", "")
-        training = build(run, place, group, log, stores, samples, shape, resume)
+        try:
+            training = build(run, place, group, log, stores, samples, shape, resume)
+        except BaseException:
+            if group.rank == 0 and not resume:
+                checkpoint.withdraw(out)
+            raise
         position = training.progress.position
         order = Order(samples, stores, run.train, group, out / "order", position)
         if order.is_following:

@@ -92,6 +92,8 @@ def test_a_run_learns_and_leaves_a_whole_run_directory(
     other = replace(second, drafter=replace(run.drafter, num_layers=3))
     with pytest.raises(UsageError, match=r"layers\.2\..*missing"):
         worker.main(*_elsewhere(other, place, tmp_path, "third"), NEW)
+    # a refused run is none: the corrected line may name the same directory
+    assert [one.name for one in (tmp_path / "third").iterdir()] == ["logs"]
 
 
 def test_a_run_may_begin_from_a_speculators_checkpoint_of_others(
