@@ -27,6 +27,7 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import to_toml
+from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.options import (
     DATA,
     TEMPLATE,
@@ -137,10 +138,12 @@ def capture(
     run = resolve(context, config, sets)
     _need(run.target.id, "--target MODEL", "target.id")
     _need(run.data.files, "--data FILE", "data.files")
-    store = str(Path(_need(run.store.path, "--store DIR", "store.path")))
+    store, *further = map(str, map(Path, split(_need(run.store.path, "--store DIR", "store.path"))))
     inputs.check_target(run.target.id)
     sources.check(run.data.files)
     inputs.check_store_place(store)
+    for mount in further:
+        inputs.check_further_mount(mount)
     if run.capture.calibration_from:
         _check_store(run.capture.calibration_from)
     devices = _devices(gpus, share_gpu or plan)
@@ -158,7 +161,7 @@ def capture(
         module, function = ("planning", "plan_and_capture") if is_alone else ("worker", "main")
         entry = f"dflash_pipeline.capture.{module}:{function}"
         code = _stage(entry, run, devices, "capture", logs, extra, share_gpu)
-    following = line(context, train, {"train.stores": (store,)}, config, sets)
+    following = line(context, train, {"train.stores": (",".join((store, *further)),)}, config, sets)
     return _end(code, following, _this_line())
 
 
@@ -187,7 +190,7 @@ def train(
         run = resolve(context, config, sets)
     stores = run.train.stores or (run.store.path,)
     _need(stores[0], "--store DIR", "train.stores")
-    paths = [Path(one.path) for one in parse_stores(stores)]
+    paths = [root_of(one.path) for one in parse_stores(stores)]
     for path in paths:
         _await_plan(path, run.train.follow)
     if not run.train.out:
@@ -450,7 +453,7 @@ def demo(context: click.Context, target: str, out: str, gpus: str, share_gpu: bo
 
 def _check_store(path: str) -> None:
     """What only reads a store needs one; whether it is whole is the stage's to say."""
-    if not Path(path).is_dir():
+    if not root_of(path).is_dir():
         raise UsageError(f"there is no store {path}: name the directory that dflash capture wrote")
 
 

@@ -15,9 +15,12 @@ from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.spool import Spool, fill
 from dflash_pipeline.capture.template import template_arguments_text
 from dflash_pipeline.configs.load import to_dict
+from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.place import dtype_name
 from dflash_pipeline.configs.schema import CaptureConfig, Run
-from dflash_pipeline.store.build import StoreBuilder
+from dflash_pipeline.store import stripes
+from dflash_pipeline.store.build import StoreBuilder, shard_bytes
+from dflash_pipeline.store.durable import check_space
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import CHUNK_ROWS, FORMAT, Attributes, Layout, StoreSpec
@@ -108,7 +111,8 @@ def build_store(
     `data_hash` is kept with the store, `num_processes` may render at the same time. Raises
     ValueError when too many rows are unusable, none is left, or the disk has no room.
     """
-    path = Path(run.store.path)
+    path, *mounts = map(Path, split(run.store.path))
+    stripes.check_free(mounts)
     path.parent.mkdir(parents=True, exist_ok=True)
     # beside the store: room for all tokens is where the store will be
     with Spool(path.parent, run.store.last_rows) as spool:
@@ -123,7 +127,18 @@ def build_store(
             dropped=dict(sorted(dropped.counts.items())),
             run=dict(to_dict(run)),
         )
-        with StoreBuilder(path, spec, made.layout, made.table, attributes) as builder:
+        turns = stripes.elsewhere(made.layout, len(mounts) + 1)
+        sizes = {i: shard_bytes(spec, made.layout, made.table, i) for i in turns}
+        for number, mount in enumerate(mounts, start=1):
+            check_space(mount, sum(sizes[i] for i, turn in turns.items() if turn == number))
+        with StoreBuilder(
+            path,
+            spec,
+            made.layout,
+            made.table,
+            attributes,
+            elsewhere_bytes=sum(sizes.values()),
+        ) as builder:
             embed_VH, head_VH = embedding_and_head(files)
             builder.write_target(embed_VH, head_VH, files.files_for_store())
             for shard_id in made.layout.shard_ids():
@@ -131,7 +146,9 @@ def build_store(
                 parts = [spool.tokens(int(i)) for i in made.plan.order_M[samples]]
                 ids_N, mask_N = (np.concatenate(part) for part in zip(*parts, strict=True))
                 builder.write_tokens(shard_id, ids_N, mask_N)
-            return builder.publish()
+            return builder.publish(
+                lambda directory: stripes.lay(directory, mounts, spec, made.layout)
+            )
 
 
 def fill_checked(

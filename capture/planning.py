@@ -29,12 +29,14 @@ from dflash_pipeline.capture.spool import Spool
 from dflash_pipeline.capture.template import template_arguments_text
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import to_dict
+from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.build import estimate_bytes, existing, plan_lock
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.store.stripes import check_named
 from dflash_pipeline.store.table import HELD_OUT
 
 NUM_PREFLIGHT = 8
@@ -70,11 +72,12 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     files.check_weights()
     if run.capture.calibration_from:
         donor(run.capture.calibration_from, store_spec(run, files, kind, files.weight_hash()))
-    path = Path(run.store.path)
+    path = root_of(run.store.path)
     with plan_lock(path, wait_s=_LOCK_WAIT_S):
         store = existing(path)
         hashed = data_hash(run)
         if store is not None:
+            check_named(path, store.layout, split(run.store.path)[1:])
             check_same(store, run, files, kind, hashed)
         dropped = Dropped()
         conversations = read(run.data.files, run.data.limit, dropped)
@@ -189,7 +192,7 @@ def count_lines(run: Run, files: TargetFiles, kind: str, num_processes: int) -> 
     per_token = spec.num_layers * row_bytes(spec.hidden_mode, spec.hidden_size)
     per_last = row_bytes(spec.last_mode, spec.hidden_size) if spec.has_last else 0
     total_bytes = estimate_bytes(spec, layout, table)
-    free_bytes = shutil.disk_usage(_nearest(Path(run.store.path or "."))).free
+    free_bytes = shutil.disk_usage(_nearest(root_of(run.store.path or "."))).free
     lines = [f"dropped {line}" for line in dropped.lines()]
     lines.append(
         f"{len(table):,} samples ({num_heldout:,} held out), {num_tokens:,} tokens, "

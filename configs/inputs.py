@@ -53,6 +53,14 @@ def check_store_place(store: str) -> None:
     _check_writable(path.absolute().parent, f"--store {store}")
 
 
+def check_further_mount(mount: str) -> None:
+    """Refuse a path where no shards of a striped store can be put."""
+    path = Path(mount)
+    if os.path.lexists(path) and not path.is_dir():
+        raise UsageError(f"--store ...,{mount} is not a directory: name another one")
+    _check_writable(path.absolute() if path.is_dir() else path.absolute().parent, "--store")
+
+
 def listed(entries: Sequence[str], flag: str) -> tuple[str, ...]:
     """The entries, with lines of FILE in place of each `@FILE`; blank lines are left out."""
     found: list[str] = []

@@ -89,7 +89,8 @@ class StoreConfig:
     """The Zarr store of hidden states."""
 
     path: str = ""
-    """Directory of the store."""
+    """Directory of the store, or several separated by commas, on whose mounts its shards are shared
+    out; the first holds all but the rows."""
     hidden_mode: Literal["bf16", "int8", "int4"] = "bf16"
     """How a captured layer's row is stored."""
     last_mode: Literal["bf16", "int8", "int4", "none"] = "bf16"

@@ -112,15 +112,15 @@ class StoreBuilder:
         table: SampleTable,
         attributes: Attributes,
         *,
-        linked_bytes: int = 0,
+        elsewhere_bytes: int = 0,
     ) -> None:
-        """`linked_bytes`: of shards that will be hard links and take no room (`merge`)."""
+        """`elsewhere_bytes`: of shards that take no room here: hard links, or on other mounts."""
         self._path = Path(path)
         self._spec, self._layout, self._table = spec, layout, table
         self._attributes = attributes
         table.check(layout)
         durable.check_file_system(paths.log_directory(self._path))
-        durable.check_space(self._path, estimate_bytes(spec, layout, table) - linked_bytes)
+        durable.check_space(self._path, estimate_bytes(spec, layout, table) - elsewhere_bytes)
         self._exit = contextlib.ExitStack()
         lock = durable.locked(_lock_file(self._path), _BUILD_BYTE, wait_s=0)
         if not self._exit.enter_context(lock):

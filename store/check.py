@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from dflash_pipeline.store import commit, durable, flatfiles, metadata, paths
+from dflash_pipeline.configs.mounts import root_of
+from dflash_pipeline.store import commit, durable, flatfiles, metadata, paths, stripes
 from dflash_pipeline.store.build import plan_hash, remaining_bytes, token_digest
 from dflash_pipeline.store.calibrationgroup import (
     calibration_documents,
@@ -57,7 +58,7 @@ def verify(path: str | Path, *, deep: bool) -> Report:
     """Check a store; only a path without a store raises."""
     begin = time.monotonic()
     report = Report(str(path), deep)
-    root = Path(path)
+    root = root_of(path)
     try:
         parsed, spec, layout, _ = metadata.read_root(root)
     except (OSError, ValueError) as error:
@@ -74,10 +75,11 @@ def verify(path: str | Path, *, deep: bool) -> Report:
         if spec.is_calibrated:
             documents |= calibration_documents(spec, layout, calibrated)
     report.problems += _metadata_faults(root, documents)
+    report.problems += stripes.link_faults(root, spec, layout)
     if deep:
         report.problems += _hash_faults(root, parsed)
     try:
-        store = Store(root, report.problems)
+        store = Store(path, report.problems)
     except (OSError, ValueError) as error:
         report.problems.append(str(error))
     else:
@@ -108,7 +110,7 @@ def _check_store(store: Store, report: Report, deep: bool) -> None:
                 report.damaged_shards.append(shard_id)
     if deep:
         report.problems += _token_faults(store)
-    needed, free = remaining_bytes(store), durable.free_bytes(store.path)
+    needed, free = remaining_bytes(store), stripes.free_bytes(store.path, store.layout)
     if needed > free:
         report.notes.append(
             f"{needed / 1e9:.3f} GB are still to come, {free / 1e9:.3f} GB are free"
@@ -176,18 +178,24 @@ def _check_files(store: Store, report: Report) -> None:
             report.notes.append(f"shard {shard_id} has data without a commit record")
     buckets = range(len(store.layout.num_shards))
     links = {root / f"raw/b{b}/{kind}/c" for b in buckets for kind, _, _ in kinds(store.spec)}
-    for directory, _, names in os.walk(root):
-        for name in names:
-            file = Path(directory) / name
-            # listed as a file while there is nothing behind it; judged with the documents
-            if file in links:
-                continue
-            if durable.is_temporary(name):
-                report.notes.append(f"{file} was left by an interrupted capture")
-            elif str(file.relative_to(root)) not in known:
-                report.problems.append(f"{file} does not belong into a store")
-            elif not stat.S_ISREG(file.lstat().st_mode):
-                report.problems.append(f"{file} is not a plain file")
+    folders = {
+        root / stripes.shard_folder(shard_id, kind)
+        for shard_id in store.layout.shard_ids()
+        for kind, _, _ in kinds(store.spec)
+    }
+    for top in (root, *stripes.mounts_of(root, store.layout)):
+        for directory, _, names in os.walk(top):
+            for name in names:
+                file = Path(directory) / name
+                # a link is listed as a file while there is nothing behind it; judged elsewhere
+                if file in links or (file in folders and file.is_symlink()):
+                    continue
+                if durable.is_temporary(name):
+                    report.notes.append(f"{file} was left by an interrupted capture")
+                elif str(file.relative_to(top)) not in known:
+                    report.problems.append(f"{file} does not belong into a store")
+                elif not stat.S_ISREG(file.lstat().st_mode):
+                    report.problems.append(f"{file} is not a plain file")
 
 
 def _sealed_faults(store: Store) -> Iterator[str]:

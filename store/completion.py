@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.store import durable, flatfiles, metadata, paths
 from dflash_pipeline.store.calibration import (
     Calibrated,
@@ -31,7 +32,7 @@ from dflash_pipeline.store.spec import Layout, StoreSpec
 
 def is_calibrated(store: str | Path) -> bool:
     """Whether the store on the disk is calibrated by now; cheap, unlike opening it again."""
-    return metadata.read_root(Path(store))[1].is_calibrated
+    return metadata.read_root(root_of(store))[1].is_calibrated
 
 
 def publish_calibration(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 import time
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.store import durable, paths
+from dflash_pipeline.configs.mounts import root_of
+from dflash_pipeline.store import durable, paths, stripes
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.report import render
 from dflash_pipeline.store.snippet import snippet
@@ -31,11 +33,11 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
     `sample`: key or number of the one to show whole, empty: the first tokens of the first one.
     UsageError if the store has no such sample.
     """
-    root = Path(path)
+    root = root_of(path)
     problems: list[str] = []
     found: dict[str, Any] = {"path": str(path), "problems": problems}
     try:
-        store = Store(root, problems)
+        store = Store(path, problems)
     except (OSError, ValueError) as error:
         if not (root / "zarr.json").exists():
             raise
@@ -70,7 +72,8 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
         "layers": _layers(store),
         "calibration": dict(store.calibration.report),
         "leftovers": _leftovers(store),
-        "snippet": snippet(str(path), store.spec.hidden_mode),
+        "mounts": [str(mount) for mount in stripes.mounts_of(root, layout)],
+        "snippet": snippet(str(root), store.spec.hidden_mode),
     }
     found["total"] = _total(store, found["buckets"])
     found["progress"] = _progress(store, found["total"])
@@ -189,7 +192,8 @@ def _layers(store: Store) -> list[dict[str, Any]]:
 def _leftovers(store: Store) -> list[str]:
     """Files of interrupted captures: no harm, they go at the next start."""
     found = []
-    for directory, _, names in os.walk(store.path):
+    tops = (store.path, *stripes.mounts_of(store.path, store.layout))
+    for directory, _, names in itertools.chain.from_iterable(map(os.walk, tops)):
         found += [str(Path(directory) / name) for name in names if durable.is_temporary(name)]
     return sorted(found)
 

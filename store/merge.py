@@ -67,7 +67,7 @@ def merge(
             plan.layout,
             plan.table,
             _attributes(stores),
-            linked_bytes=linked_bytes,
+            elsewhere_bytes=linked_bytes,
         ) as builder:
             builder.write_target(
                 first.embed(), None if first.is_tied else first.head(), first.files()

@@ -20,7 +20,8 @@ import numpy as np
 from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
-from dflash_pipeline.store import durable, flatfiles, metadata, paths
+from dflash_pipeline.configs.mounts import root_of, split
+from dflash_pipeline.store import durable, flatfiles, metadata, paths, stripes
 from dflash_pipeline.store.access import Access, Range
 from dflash_pipeline.store.calibrationgroup import read_calibration
 from dflash_pipeline.store.checksum import crc32c
@@ -59,8 +60,9 @@ class Store:
     """See `open_store`. Safe to use from several threads; `refresh` belongs to one of them."""
 
     def __init__(self, path: str | Path, problems: list[str] | None) -> None:
-        self.path = Path(path)
+        self.path = root_of(path)
         self.root, self.spec, self.layout, self.attributes = metadata.read_root(self.path)
+        self._check_mounts(split(path)[1:] if isinstance(path, str) else (), problems)
         self.plan_hash = self.root.plan_hash
         self.calibration = read_calibration(self.path, self.spec)
         """What int8 and int4 rows are decoded with; empty for bf16, and before the capture has
@@ -73,6 +75,14 @@ class Store:
         self._tokens: _Cache[ShardId, tuple[NDArray[np.uint32], Bytes]] = _Cache(_CACHED_SHARDS)
         self._token_crcs: _Cache[int, NDArray[np.uint32]] = _Cache(len(self.layout.num_shards))
         self._first_row = self.table.shard.astype(np.int64) * self.layout.rows_per_shard
+
+    def _check_mounts(self, named: tuple[str, ...], problems: list[str] | None) -> None:
+        stripes.check_named(self.path, self.layout, named)
+        missing = stripes.missing_mounts(self.path, self.layout)
+        if problems is not None:
+            problems += missing
+        elif missing:
+            raise ValueError("; ".join(missing))
 
     def _read_table(self) -> SampleTable:
         sizes = {"key_bytes": self.root.num_key_bytes}
@@ -344,7 +354,10 @@ class Store:
 
 
 def open_store(path: str | Path) -> Store:
-    """Open a store, complete or still growing; ValueError says in one line why it cannot be."""
+    """Open a store, complete or still growing; ValueError says in one line why it cannot be.
+
+    `path`: its directory, or all directories that it is striped over, separated by commas.
+    """
     return Store(path, None)
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.build import plan_lock
 from dflash_pipeline.store.check import Report, fail, verify
@@ -29,7 +30,7 @@ def repair(path: str | Path, report: Report) -> list[str]:
 
     UsageError for a merged store, which no capture can redo.
     """
-    root = Path(path)
+    root = root_of(path)
     if not (report.damaged_shards or report.is_seal_damaged):
         return []
     _, _, layout, attributes = read_root(root)

@@ -42,6 +42,8 @@ def _head(found: Mapping[str, Any]) -> list[str]:
         f"{total['bytes_per_token']:.0f} bytes a token, {total['ratio_to_bf16']:.2f}x against "
         "bf16 of all rows",
     ]
+    if found["mounts"]:
+        lines.insert(1, f"shards lie in it and on {', '.join(found['mounts'])}")
     if progress["tokens_left"]:
         lines.append(_rate(progress))
     named = [name for name in ("dropped", "bad") if found[name]]

@@ -122,9 +122,7 @@ class SampleTable:
 
     def of_shard(self, shard_id: ShardId) -> slice:
         """The samples of a shard; they are contiguous."""
-        wanted = _ordinal(np.int64(shard_id.bucket), np.int64(shard_id.shard))
-        begin, end = np.searchsorted(self._ordinals, [wanted, wanted + 1])
-        return slice(int(begin), int(end))
+        return self._shards[shard_id][0]
 
     def batches_of(self, shard_id: ShardId) -> list[slice]:
         """The batches of a shard in order, each a slice of samples."""
@@ -139,8 +137,23 @@ class SampleTable:
 
     def rows_of(self, shard_id: ShardId) -> tuple[int, int]:
         """Rows of a shard in `hidden` and in `last`."""
-        samples = self.of_shard(shard_id)
-        return int(self.num_tokens[samples].sum()), int(self.num_teacher[samples].sum())
+        return self._shards[shard_id][1:]
+
+    @cached_property
+    def _shards(self) -> dict[ShardId, tuple[slice, int, int]]:
+        """Samples of each shard, its rows in `hidden` and in `last`."""
+        firsts = np.flatnonzero(np.diff(self._ordinals, prepend=-1))
+        ends = [*firsts[1:].tolist(), len(self)]
+        places = zip(self.bucket[firsts].tolist(), self.shard[firsts].tolist(), strict=True)
+        rows, last_rows = (
+            np.add.reduceat(num.astype(np.int64), firsts).tolist()
+            for num in (self.num_tokens, self.num_teacher)
+        )
+        columns = zip(places, firsts.tolist(), ends, rows, last_rows, strict=True)
+        return {
+            ShardId(*place): (slice(first, end), num, num_last)
+            for place, first, end, num, num_last in columns
+        }
 
     @cached_property
     def _ordinals(self) -> Array:

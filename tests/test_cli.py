@@ -272,6 +272,19 @@ def test_export_demo_inspect_and_verify_pass_what_was_asked(
     assert ended.last_line == "next: dflash train --store hs"
 
 
+def test_a_store_may_lie_on_several_mounts(type_line: Callable[..., Ended]) -> None:
+    ended = type_line(f"{CAPTURE} --store new,x/further")
+    assert ended.code == 0, ended.err
+    assert ended.calls[0]["run"]["store"]["path"] == "new,x/further"
+    # logs and leases stand beside the first
+    assert ended.calls[0]["place"]["log_dir"] == "new.logs"
+    assert ended.last_line == "next: dflash train --store new,x/further"
+    (call,) = type_line("dflash train --gpus cpu --store hs,x:0.5 --out run").calls
+    assert call["run"]["train"]["stores"] == ["hs,x:0.5"]
+    (call,) = type_line("dflash verify hs,x").calls
+    assert call["extra"]["path"] == "hs,x"
+
+
 def test_merge_names_its_stores_and_reads_them_unless_told_otherwise(
     type_line: Callable[..., Ended],
 ) -> None:
@@ -344,6 +357,8 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         (f"{CAPTURE} --store full", "--store full is not empty and holds no store (no zarr.json)"),
         (f"{CAPTURE} --store a.jsonl/s/t", "a.jsonl is not a directory; choose another place"),
         (f"{CAPTURE} --store /", "the store needs a directory of its own"),
+        (f"{CAPTURE} --store s,", "--store s,: expected different directories, separated by"),
+        (f"{CAPTURE} --store s,a.jsonl", "--store ...,a.jsonl is not a directory: name another"),
         (f"{CAPTURE} --store .", "the store needs a directory of its own"),
         (f"{CAPTURE} --store x/..", "the store needs a directory of its own"),
         (f"{CAPTURE} --store link", "--store link is a symbolic link: name the directory that it"),

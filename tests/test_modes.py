@@ -24,6 +24,7 @@ from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import (
     CaptureConfig,
@@ -150,11 +151,15 @@ def test_a_second_store_is_trained_on_with_the_first_and_merged_with_it(
     monkeypatch.setattr(Journal, "note", noting)
     random = np.random.default_rng(0)
     runs = []
-    for name, num_samples in (("a", 8), ("b", 5)):
+    # the second one lies on two mounts
+    for name, where, num_samples in (
+        ("a", str(path / "a"), 8),
+        ("b", f"{path / 'b'},{path / 'further'}", 5),
+    ):
         run = Run(
             target=TargetConfig(id=str(target_dir), layer_ids=LAYER_IDS),
             data=DataConfig(files=("data.jsonl",), max_len=96, heldout=0.0),
-            store=StoreConfig(path=str(path / name), hidden_mode="int8", last_mode="int8"),
+            store=StoreConfig(path=where, hidden_mode="int8", last_mode="int8", shard_bytes=4_000),
             capture=CaptureConfig(
                 token_budget=192,
                 pad_multiple=16,
@@ -170,6 +175,8 @@ def test_a_second_store_is_trained_on_with_the_first_and_merged_with_it(
             conversations.append(_conversation(f"{name}-{row}", row, ids[:10], ids[10:]))
         _capture(run, conversations)
     stores = [run.store.path for run in runs]
+    assert list((path / "further").rglob("hidden/c/*/0/0"))
+    assert verify(stores[1], deep=True).problems == []
     train = TrainConfig(
         stores=(stores[0], f"{stores[1]}:0.4"),
         epochs=1,
@@ -215,7 +222,7 @@ def _conversation(key: str, row: int, prompt: list[int], answer: list[int]) -> C
 def _capture(run: Run, conversations: list[Conversation]) -> None:
     dropped, files = Dropped(num_rows=len(conversations)), resolve(run.target)
     build_store(run, files, "cpu", conversations, dropped, "", 1, lambda _text: None)
-    capture_worker.main(run, _place(Path(f"{run.store.path}-run"), "capture"), {})
+    capture_worker.main(run, _place(Path(f"{root_of(run.store.path)}-run"), "capture"), {})
 
 
 def _place(path: Path, stage: str) -> Place:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.place import Place, dtype_name
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import Store, open_store
@@ -291,7 +292,7 @@ def rehearse(
 def _rounding(run: Run, shape: DrafterShape) -> Callable[[Tensor], Tensor]:
     """The trip through a store's rows for the features of this drafter."""
     path, mode = run.store.path, run.store.hidden_mode
-    if not path or (mode == "bf16" and not Path(path).exists()):
+    if not path or (mode == "bf16" and not root_of(path).exists()):
         if mode != "bf16":
             raise UsageError(
                 f"--as-stored with store.hidden_mode={mode} needs the calibration: give --store"
