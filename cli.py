@@ -22,7 +22,7 @@ from typing import NoReturn
 import click
 
 from dflash_pipeline.capture import sources
-from dflash_pipeline.configs import child, gpus, inputs, status, torchrun
+from dflash_pipeline.configs import child, fleet, gpus, inputs, status, torchrun
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
@@ -33,6 +33,7 @@ from dflash_pipeline.configs.options import (
     TEMPLATE,
     configured,
     give,
+    given,
     line,
     option,
     options,
@@ -43,6 +44,7 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.screen import duration, progress_line
 from dflash_pipeline.configs.shares import parse_stores
+from dflash_pipeline.configs.sweep import Variant, read_variants
 
 ONE_CPU = Devices("cpu", (0,))
 
@@ -171,6 +173,13 @@ def capture(
 @options(("--epochs", "train.epochs"), ("--max-steps", "train.max_steps"))
 @option("--no-follow", "train.follow", turns=False)
 @click.option("--resume", is_flag=True, help="Go on with the run in --out.")
+@click.option(
+    "--sweep",
+    default="",
+    metavar="FILE",
+    help="TOML file with a table for each variant, [name] above the settings it changes "
+    "(drafter.num_layers = 3): each is trained into OUT/name on one device of its own.",
+)
 @placed
 @configured
 @click.pass_context
@@ -179,6 +188,7 @@ def train(
     gpus: str,
     share_gpu: bool,
     resume: bool,
+    sweep: str,
     config: str,
     sets: tuple[str, ...],
 ) -> int:
@@ -204,18 +214,64 @@ def train(
         raise UsageError(f"--resume: there is no run directory {out}")
     if not resume and Path(out).exists() and not _holds_logs_alone(Path(out)):
         raise UsageError(f"{out} is not empty: go on with it by --resume, or name another --out")
+    if sweep:
+        variants = read_variants(sweep, config, sets, given(context))
+        devices = _devices(gpus, share_gpu)
+        best, signal = _train_variants(variants, out, devices, share_gpu, resume)
+        code = 128 + signal if signal else 0
+        following = _evaluating(context, run, best, paths[0], config, sets)
+        return _end(code, following, _resuming(out))
     entry, logs, extra = "dflash_pipeline.train.worker:main", f"{out}/logs", {"resume": resume}
     if torchrun.is_rank():
         return torchrun.run_rank(entry, run, gpus, "train", logs, extra)
     devices = _devices(gpus, share_gpu)
     click.echo(f"train: {', '.join(stores)} -> {out} on {devices}")
     code = _stage(entry, run, devices, "train", logs, extra, share_gpu)
-    again = [*_words(), "--resume"] if "--resume" not in _words() else _words()
-    again = again if "--out" in again else [*again, "--out", out]
+    return _end(code, _evaluating(context, run, out, paths[0], config, sets), _resuming(out))
+
+
+def _evaluating(
+    context: click.Context, run: Run, out: str, store: Path, config: str, sets: tuple[str, ...]
+) -> str:
+    """The line that measures what this one has trained."""
     told: dict[str, object] = {"eval.drafter": out}
-    if not run.eval.prompts and run.store.path != str(paths[0]):
-        told["store.path"] = str(paths[0])
-    return _end(code, line(context, evaluate, told, config, sets), shlex.join(again))
+    if not run.eval.prompts and run.store.path != str(store):
+        told["store.path"] = str(store)
+    return line(context, evaluate, told, config, sets)
+
+
+def _resuming(out: str) -> str:
+    """The line that goes on with this one's run."""
+    again = [*_words(), "--resume"] if "--resume" not in _words() else _words()
+    return shlex.join(again if "--out" in again else [*again, "--out", out])
+
+
+def _train_variants(
+    variants: Sequence[Variant], out: str, devices: Devices, share: bool, resume: bool
+) -> tuple[str, int]:
+    """Train every variant, and say how they ended; the best one's folder, and a signal or 0.
+
+    ValueError names those that failed.
+    """
+    if torchrun.is_rank():
+        raise UsageError("--sweep under torchrun: run the line itself, it starts a process each")
+    if resume:
+        fleet.check_done(variants)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    click.echo(f"train: {len(variants)} variants -> {out} on {devices}")
+    entry = "dflash_pipeline.train.worker:main"
+    with gpus.reserved(devices, "train", share):
+        outcomes, signal = fleet.run_variants(entry, variants, devices, Path(out), resume)
+    for text in fleet.table(outcomes):
+        click.echo(text)
+    failed = [one.name for one in outcomes if one.state == "failed"]
+    if failed and not signal:
+        raise ValueError(
+            f"{len(failed)} of {len(outcomes)} variants failed: {', '.join(failed)}; the errors "
+            f"are above and in {out}/{fleet.RESULT_FILE}; to go on with them: {_resuming(out)}"
+        )
+    best = max(outcomes, key=lambda one: one.best_tau or 0.0)
+    return f"{out}/{best.name}", signal
 
 
 @dflash.command("eval")

@@ -17,16 +17,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from dflash_pipeline.configs.gpus import Devices, device_name
 from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.configs.screen import Screen
+from dflash_pipeline.configs.screen import Lines, Screen
 from dflash_pipeline.configs.status import forget_ended, log_path
 
 GRACE_S = 30.0
@@ -40,13 +39,14 @@ def launch(
     stage: str,
     log_dir: str,
     extra: Mapping[str, object],
-    lines: TextIO | None = None,
+    lines: Lines | None = None,
     sees_gpus: bool = False,
+    beside: Beside | None = None,
 ) -> int:
     """Run `entry` ("module:function") once per device and wait.
 
     lines: where to show what they say; None: stdout. sees_gpus: a CPU process that itself runs
-    commands on GPUs keeps them visible.
+    commands on GPUs keeps them visible. beside: this is one of several launches in threads.
     Returns 0, 2 when a process refused its task, 1 when one failed, 128 + n after signal n.
     The function is called as `function(run, place, extra)`; `extra` is plain data.
     """
@@ -55,10 +55,12 @@ def launch(
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     forget_ended(log_dir, stage)
     children: list[_Child] = []
-    with _signals() as signals, selectors.DefaultSelector() as selector:
+    own = noted_signals() if beside is None else contextlib.nullcontext(beside.signals)
+    num_launches = 1 if beside is None else beside.num_launches
+    with own as signals, selectors.DefaultSelector() as selector:
         try:
             for rank in range(len(devices.ids)):
-                place = place_of(devices, rank, stage, log_dir, rendezvous)
+                place = place_of(devices, rank, stage, log_dir, rendezvous, num_launches)
                 children.append(_Child(entry, run, devices, place, extra, sees_gpus))
                 selector.register(children[-1].progress, selectors.EVENT_READ, children[-1])
             _watch(children, selector, screen, signals)
@@ -72,11 +74,24 @@ def launch(
     return 2 if 2 in codes else int(any(codes))
 
 
-def place_of(devices: Devices, rank: int, stage: str, log_dir: str, rendezvous: str) -> Place:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What launches share that run beside one another, each in a thread of its own."""
+
+    signals: list[int]
+    """Of `noted_signals`, in the main thread."""
+    num_launches: int
+    """How many share the machine's cores."""
+
+
+def place_of(
+    devices: Devices, rank: int, stage: str, log_dir: str, rendezvous: str, num_launches: int
+) -> Place:
     """Where the process of this rank runs; CPU threads are shared out evenly."""
     num_cores = len(os.sched_getaffinity(0))
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(wanted) if wanted.isdigit() else max(1, num_cores // len(devices.ids))
+    even = max(1, num_cores // (len(devices.ids) * num_launches))
+    threads = int(wanted) if wanted.isdigit() else even
     return Place(
         rank=rank,
         world=len(devices.ids),
@@ -235,7 +250,7 @@ def _explain(child: _Child, screen: Screen) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def noted_signals() -> Iterator[list[int]]:
     """Ctrl-C, SIGTERM and SIGHUP are noted in the list instead of ending this process."""
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -28,12 +28,17 @@ CONFIG_VARIABLE = "DFLASH_CONFIG"
 Sections = dict[str, dict[str, object]]
 
 
-def load(config: str, sets: Sequence[str], options: Mapping[str, object]) -> Run:
+def load(
+    config: str,
+    sets: Sequence[str],
+    options: Mapping[str, object],
+    above: tuple[str, Mapping[str, object]] | None = None,
+) -> Run:
     """The run that is asked for, or UsageError naming the key and where it stands.
 
     config: a file, a preset's name, or "" for $DFLASH_CONFIG, else ./dflash.toml where there is
     one. sets: `section.key=value`, value as TOML or plain text. options: `section.key` -> value
-    given on the line; None: not given.
+    given on the line; None: not given. above: where they stand, and sections over all of these.
     """
     values: Sections = {}
     for origin, layer in _layers(config):
@@ -51,7 +56,14 @@ def load(config: str, sets: Sequence[str], options: Mapping[str, object]) -> Run
         if option is not None:
             section, name = _known(key, "the command line")
             values.setdefault(section, {})[name] = _checked(option, _types(section)[name], key)
-    return _build(values)
+    if above is None:
+        return _build(values)
+    origin, sections = above
+    _merge(values, sections, origin)
+    try:
+        return _build(values)
+    except UsageError as error:
+        raise UsageError(f"{origin}: {error}") from None
 
 
 def from_dict(value: Mapping[str, object]) -> Run:
@@ -107,16 +119,12 @@ def _layers(config: str) -> Iterator[tuple[str, dict[str, Any]]]:
     path = Path(config)
     if path.is_dir():
         raise UsageError(f"--config {config} is a directory: name a TOML file or a preset")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.is_file():
         near = _near(config, preset_names())
         raise UsageError(
             f"no file and no preset {config}{near}; presets: {', '.join(preset_names())}"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {config}: {error}") from None
-    sections = _parse(text, config)
+        )
+    sections = parse_file(config)
     preset = sections.pop("preset", "")
     if preset:
         if preset not in preset_names():
@@ -130,6 +138,15 @@ def _layers(config: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _preset(name: str) -> dict[str, Any]:
     file = resources.files("dflash_pipeline.configs") / f"{name}.toml"
     return _parse(file.read_text(encoding="utf-8"), f"preset {name}")
+
+
+def parse_file(path: str) -> dict[str, Any]:
+    """The tables of a TOML file. UsageError where it cannot be read or is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+    return _parse(text, path)
 
 
 def _parse(text: str, origin: str) -> dict[str, Any]:

@@ -29,7 +29,13 @@ class SchemaOption(click.Option):
 
 def resolve(context: click.Context, config: str, sets: tuple[str, ...]) -> Run:
     """The run of this line: its options over `--set`, over the file, the preset, the schema."""
-    return load(config, sets, context.meta.get(_GIVEN, {}))
+    return load(config, sets, given(context))
+
+
+def given(context: click.Context) -> dict[str, object]:
+    """`section.key` -> value, of the line's own options."""
+    found: dict[str, object] = context.meta.get(_GIVEN, {})
+    return found
 
 
 def give(context: click.Context, key: str, value: object) -> None:

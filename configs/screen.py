@@ -5,10 +5,20 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 # a log file that somebody reads later wants few lines
 PLAIN_EVERY_S = 10.0
+
+
+class Lines(Protocol):
+    """Where a stage's lines are shown; a file open for text is one."""
+
+    def isatty(self) -> bool: ...
+
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
 
 
 class Screen:
@@ -17,7 +27,7 @@ class Screen:
     Progress is of the whole stage as each process knows it; the furthest one is shown.
     """
 
-    def __init__(self, lines: TextIO, stage: str, world: int) -> None:
+    def __init__(self, lines: Lines, stage: str, world: int) -> None:
         self._lines, self._stage, self._world = lines, stage, world
         self._is_terminal = lines.isatty()
         self._is_line_open = False

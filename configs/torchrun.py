@@ -42,7 +42,7 @@ def run_rank(
             )
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus.device_name(devices.ids[local_rank])
     world_devices = Devices(devices.kind, tuple(range(world)))
-    place = place_of(world_devices, rank, stage, log_dir, "env://")
+    place = place_of(world_devices, rank, stage, log_dir, "env://", 1)
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     log = log_path(log_dir, stage, rank)
     sys.stderr.flush()

@@ -13,6 +13,7 @@ import pytest
 from dflash_pipeline.cli import dflash
 from dflash_pipeline.configs.load import all_keys, load, preset_names
 from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.sweep import read_variants
 from dflash_pipeline.store.snippet import NUMPY_DECODER
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,13 +103,22 @@ def test_every_section_and_setting_that_is_mentioned_exists() -> None:
 def test_the_configuration_of_the_two_lines_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = _blocks("toml")
+    block = _blocks("toml")[0]
     assert tomllib.loads(block)["preset"] in preset_names()
     monkeypatch.chdir(tmp_path)
     Path("dflash.toml").write_text(block, encoding="utf-8")
     run = load("", (), {})
     assert (run.target.id, run.store.path) == ("Qwen/Qwen3-8B", "/nvme/hs")
     assert "dflash capture --gpus 0-4\ndflash train --gpus 5-7 --store /nvme/hs\n" in TEXT
+
+
+def test_the_variants_of_the_sweep_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = _blocks("toml")[1]
+    monkeypatch.chdir(tmp_path)
+    Path("sweep.toml").write_text(block, encoding="utf-8")
+    shallow, block8 = read_variants("sweep.toml", "qwen3-8b", (), {"train.out": "out"})
+    assert (shallow.name, shallow.run.drafter.num_layers) == ("shallow", 3)
+    assert (block8.run.drafter.block_size, block8.run.loss.gamma) == (8, 4.0)
 
 
 def test_the_numpy_decoder_is_the_one_that_is_tested() -> None:

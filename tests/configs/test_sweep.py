@@ -1,0 +1,169 @@
+"""Variants of a training run: read, run beside one another, summed up, gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_pipeline.configs import fleet
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.fleet import check_done, run_variants, table
+from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.sweep import Variant, read_variants
+
+# trains for nothing, writes what a run leaves, and behaves as its learning rate says
+STAND_IN = """
+import json, time
+from pathlib import Path
+from dflash_pipeline.configs.load import to_dict
+from dflash_pipeline.store.runlog import RunLog
+
+def main(run, place, extra):
+    out = Path(run.train.out)
+    log = RunLog(place)
+    log.say(f"threads {place.threads}")
+    if run.optim.lr > 0.5 and not extra["resume"]:
+        (out / "run.json").write_text(json.dumps({"run": to_dict(run)}))
+        raise ValueError("the learning rate is absurd")
+    (out / "run.json").write_text(json.dumps({"run": to_dict(run)}))
+    for step, tau in ((1, 1.5), (2, 1.0 + run.drafter.num_layers)):
+        log.metrics({"step": step, "loss": 3.0 / step}, out / "metrics.jsonl")
+        log.metrics({"step": step, "tau": tau}, out / "metrics.jsonl")
+    while run.train.max_steps == 99:
+        time.sleep(0.01)
+"""
+ENTRY = "sweep_stand_in:main"
+
+
+@pytest.fixture
+def variants_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write a sweep file and read its variants into tmp_path / out."""
+    (tmp_path / "sweep_stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def read(text: str, *sets: str, **options: object) -> list[Variant]:
+        (tmp_path / "sweep.toml").write_text(text)
+        given = {key.replace("__", "."): value for key, value in options.items()}
+        return read_variants("sweep.toml", "", sets, given | {"train.out": str(tmp_path / "out")})
+
+    return read
+
+
+def test_a_variant_is_the_line_with_its_changes_in_a_folder_of_its_own(variants_of) -> None:
+    small, wide = variants_of(
+        "[small]\ndrafter.num_layers = 3\n[wide]\ndrafter.block_size = 8\n[wide.loss]\ngamma = 4",
+        "optim.lr=0.25",
+        train__epochs=2,
+    )
+    assert (small.name, small.run.drafter.num_layers, small.run.drafter.block_size) == (
+        "small",
+        3,
+        16,
+    )
+    assert (wide.run.drafter.num_layers, wide.run.loss.gamma) == (5, 4.0)
+    assert {one.run.optim.lr for one in (small, wide)} == {0.25}
+    assert {one.run.train.epochs for one in (small, wide)} == {2}
+    assert [Path(one.run.train.out).name for one in (small, wide)] == ["small", "wide"]
+    assert Path(small.run.train.out).parent.name == "out"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no variant"),
+        ("small = 3", r"variant small must be a table"),
+        ("[a]\ndrafter.num_layer = 3", r"variant a: unknown key .*did you mean drafter.num_layers"),
+        ("[a]\ndrafter.num_layers = 0", r"variant a: drafter\.num_layers must be at least 1"),
+        ("[a]\nstore.path = 'x'", r"variant a sets store: a variant changes drafter, loss"),
+        ("[a]\ntrain.epochs = 3", r"variant a sets train\.epochs, and so does the line"),
+        ("[a]\noptim.lr = 0.1", r"variant a sets optim\.lr, and so does the line"),
+        ("[a]\ntrain.out = 'x'", r"variant a sets train\.out, and so does the line"),
+        ("['../a']\nloss.ce = 2", r"variant \.\./a: the name becomes a folder"),
+        ("[a", "is not TOML"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused_by_variant_and_key(
+    text: str, message: str, variants_of
+) -> None:
+    with pytest.raises(UsageError, match=r"sweep\.toml.*" + message):
+        variants_of(text, "optim.lr=0.25", train__epochs=2)
+
+
+THREE = """
+[first]
+drafter.num_layers = 2
+[absurd]
+optim.lr = 9.0
+[last]
+drafter.num_layers = 3
+"""
+
+
+def test_one_that_fails_does_not_stop_the_others_and_is_gone_on_with_alone(
+    variants_of, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    variants, out = variants_of(THREE), tmp_path / "out"
+    out.mkdir()
+    devices = Devices("cpu", (0, 1))
+    outcomes, number = run_variants(ENTRY, variants, devices, out, resume=False)
+    assert number == 0
+    assert [(one.name, one.state) for one in outcomes] == [
+        ("first", "done"),
+        ("absurd", "failed"),
+        ("last", "done"),
+    ]
+    first, absurd, last = outcomes
+    assert (first.steps, first.loss, first.best_tau, first.best_step) == (2, 1.5, 3.0, 2)
+    assert (last.best_tau, absurd.steps) == (4.0, None)
+    assert absurd.error == "the learning rate is absurd"
+    said = capfd.readouterr()
+    # two at a time share the cores
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"[last] threads {threads}" in said.out
+    assert "error: the learning rate is absurd" in said.err
+    assert [one["state"] for one in json.loads((out / "sweep.json").read_text())] == [
+        "done",
+        "failed",
+        "done",
+    ]
+    assert table(outcomes)[3].startswith("last     done    CPU worker ")
+    check_done(variants)
+    outcomes, _ = run_variants(ENTRY, variants, devices, out, resume=True)
+    assert [one.state for one in outcomes] == ["done before", "done", "done before"]
+    # what is done is not silently taken for what is asked for now
+    with pytest.raises(UsageError, match=r"variant last was .*drafter\.num_layers: 3, now 4"):
+        check_done(variants_of(THREE.replace("num_layers = 3", "num_layers = 4")))
+
+
+def test_a_signal_stops_those_that_run_and_begins_no_other(variants_of, tmp_path: Path) -> None:
+    text = "\n".join(f"[v{number}]\ntrain.max_steps = 99" for number in range(3))
+    variants, out = variants_of(text), tmp_path / "out"
+    out.mkdir()
+
+    def signals() -> None:
+        while sum((out / f"v{number}" / "metrics.jsonl").exists() for number in range(3)) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=signals)
+    thread.start()
+    outcomes, number = run_variants(ENTRY, variants, Devices("cpu", (0, 1)), out, resume=False)
+    thread.join()
+    assert number == signal.SIGTERM
+    assert [one.state for one in outcomes] == ["stopped", "stopped", "not begun"]
+    assert not (out / "v2").exists()
+
+
+def test_the_table_has_a_dash_for_what_was_never_told(variants_of) -> None:
+    (variant,) = variants_of("[only]\nloss.ce = 2.0")
+    lines = table([fleet._outcome(variant, "not begun", "", 0.0, "")])
+    assert lines[0] == "variant  state      device  time     steps  loss  best tau  at step"
+    assert lines[1].split() == ["only", "not", "begun", "0:00:00", "-", "-", "-", "-"]
