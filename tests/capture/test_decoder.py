@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,3 +179,25 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 def _words(_tokenizer: object, messages: list[dict[str, str]], _config: object) -> list[int]:
     return [int(word) for message in messages for word in message["content"].split()]
+
+
+def test_a_twin_decodes_as_the_target_will(
+    make_target_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": [_turn("user", "Which way?")]}) + "\n")
+    directory = make_target_dir("qwen3")
+    run = Run(target=TargetConfig(id=str(directory)), eval=EvalConfig(prompts=(str(file),)))
+    place = Place(
+        rank=0, world=1, device="cpu", kind="cpu", log_dir="", stage="", rendezvous="", threads=1
+    )
+    opened = open_target(run, place, (0, 2))
+    small, whole = opened.load_twin(print), opened.load()
+    assert small is not None
+    ids_T = torch.tensor(opened.prompts[0].ids)
+    for one in (small, whole):
+        logits_V, feature_TKH = one.target.prefill(ids_T)
+        vocab_size, hidden_size = one.embed_VH.shape
+        assert vocab_size == len(logits_V) == opened.vocab_size
+        assert feature_TKH.shape == (len(ids_T), len(one.layer_ids), hidden_size)
+    assert (whole.layer_ids, whole.embed_VH.shape[1]) == ((0, 2), opened.hidden_size)
