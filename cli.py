@@ -121,6 +121,7 @@ def generate(
 @dflash.command()
 @options(("--target", "target.id"), *DATA, ("--store", "store.path"))
 @options(("--hidden-mode", "store.hidden_mode"), ("--last-mode", "store.last_mode"))
+@option("--quota", "capture.quota")
 @option("--calibration-from", "capture.calibration_from")
 @option("--force", "capture.force", turns=True)
 @options(*TEMPLATE)
@@ -149,7 +150,7 @@ def capture(
     if run.capture.calibration_from:
         _check_store(run.capture.calibration_from)
     devices = _devices(gpus, share_gpu or plan)
-    extra = {"kind": devices.kind, "only_count": plan}
+    extra = {"kind": devices.kind, "num_workers": len(devices.ids), "only_count": plan}
     entry = "dflash_pipeline.capture.planning:main"
     if plan:
         # counting leaves nothing behind
@@ -440,8 +441,16 @@ def merge(out: str, stores: tuple[str, ...], fast: bool) -> int:
 @dflash.command("status")
 @click.argument("directory")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
-def show_status(directory: str, as_json: bool) -> int:
+@click.option(
+    "--drop",
+    default="",
+    metavar="RUN",
+    help="Of a store captured with --quota: wait for this training run no longer.",
+)
+def show_status(directory: str, as_json: bool, drop: str) -> int:
     """Say what the processes of a run, store or answer file do, or how they ended."""
+    if drop:
+        return _drop(directory, drop)
     found = status.find_statuses(Path(directory).resolve())
     if not found:
         raise UsageError(f"{directory}: no run has left its status here or in {directory}.logs")
@@ -458,6 +467,8 @@ def show_status(directory: str, as_json: bool) -> int:
             click.echo(f"  {progress_line(one.stage, {**asdict(one), 'rate': one.rate})}")
         if one.error or one.text:
             click.echo(f"  {one.error or one.text}")
+    for told in _consumers(Path(directory)):
+        click.echo(told)
     if all(one.state == "done" for one in found):
         click.echo("all of them are done")
     else:
@@ -505,6 +516,24 @@ def demo(context: click.Context, target: str, out: str, gpus: str, share_gpu: bo
     Path(out).mkdir(parents=True, exist_ok=True)
     code = launch(entry, run, ONE_CPU, "demo", f"{out}/logs", extra, sees_gpus=True)
     return _end(code, f"dflash inspect {shlex.quote(out)}/store", _this_line())
+
+
+def _consumers(directory: Path) -> list[str]:
+    """The training runs that a rolling store waits for."""
+    if not (directory / "consumers").is_dir():
+        return []
+    # the numbers of a store are numpy's to read
+    from dflash_pipeline.store.consumers import consumer_lines
+
+    return consumer_lines(directory)
+
+
+def _drop(store: str, name: str) -> int:
+    """Forget a training run that a rolling store waits for."""
+    _check_store(store)
+    extra = {"path": store, "drop": name, "json": False}
+    following = f"dflash status {shlex.quote(store)}"
+    return _look("dflash_pipeline.store.drop:main", "status", extra, following)
 
 
 def _check_store(path: str) -> None:

@@ -18,6 +18,7 @@ from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.place import dtype_name
 from dflash_pipeline.configs.schema import CaptureConfig, Run
+from dflash_pipeline.configs.sizes import parse_size
 from dflash_pipeline.store import stripes
 from dflash_pipeline.store.build import StoreBuilder, shard_bytes
 from dflash_pipeline.store.durable import check_space
@@ -127,16 +128,21 @@ def build_store(
             dropped=dict(sorted(dropped.counts.items())),
             run=dict(to_dict(run)),
         )
+        quota_bytes = parse_size(run.capture.quota)
+        # shards take turns, so no mount holds more than its part of a quota
+        most_bytes = -(-quota_bytes // (len(mounts) + 1))
         turns = stripes.elsewhere(made.layout, len(mounts) + 1)
         sizes = {i: shard_bytes(spec, made.layout, made.table, i) for i in turns}
         for number, mount in enumerate(mounts, start=1):
-            check_space(mount, sum(sizes[i] for i, turn in turns.items() if turn == number))
+            share_bytes = sum(sizes[i] for i, turn in turns.items() if turn == number)
+            check_space(mount, min(share_bytes, most_bytes or share_bytes))
         with StoreBuilder(
             path,
             spec,
             made.layout,
             made.table,
             attributes,
+            quota_bytes,
             elsewhere_bytes=sum(sizes.values()),
         ) as builder:
             embed_VH, head_VH = embedding_and_head(files)

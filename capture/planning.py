@@ -32,7 +32,10 @@ from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.store.build import estimate_bytes, existing, plan_lock
+from dflash_pipeline.configs.sizes import parse_size, size_text
+from dflash_pipeline.store.build import estimate_bytes, existing, plan_lock, shard_bytes
+from dflash_pipeline.store.consumers import make_rolling
+from dflash_pipeline.store.quota import check_quota, fixed_bytes, largest_shard_bytes
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.runlog import RunLog
@@ -53,11 +56,12 @@ _PLAN_FIELDS = {
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     """Plan the capture of `run`, or check that the store there is its own.
 
-    extra: `kind` (cuda or cpu: where the target will run), `only_count` (say what it would be and
-    write nothing).
+    extra: `kind` (cuda or cpu: where the target will run), `num_workers` (processes that will
+    capture), `only_count` (say what it would be and write nothing).
     """
     log = RunLog(place)
     kind, only_count = str(extra["kind"]), bool(extra["only_count"])
+    num_workers = int(str(extra["num_workers"]))
     sources.check(run.data.files)
     files = resolve(run.target)
     # refused here, before anything is read
@@ -86,10 +90,21 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             preflight.check(run, files, first, log.say)
         if store is not None:
             log.say(progress_text(store))
+            apply_quota(store, run.capture.quota, num_workers)
             return
         counted = _counted(chain(first, conversations), dropped, log)
         store = build_store(run, files, kind, counted, dropped, hashed, place.threads, log.say)
         log.say(f"planned {len(store.table)} samples in {sum(store.layout.num_shards)} shards")
+        apply_quota(store, run.capture.quota, num_workers)
+
+
+def apply_quota(store: Store, quota: str, num_workers: int) -> None:
+    """Let the store release shards from now on. UsageError if the quota is too small to go on."""
+    quota_bytes = parse_size(quota)
+    if quota_bytes and not store.is_complete:
+        largest = largest_shard_bytes(store)
+        check_quota(quota_bytes, fixed_bytes(store), largest, num_workers, str(store.path))
+        make_rolling(store.path, store.layout)
 
 
 def plan_and_capture(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -213,6 +228,14 @@ def count_lines(run: Run, files: TargetFiles, kind: str, num_processes: int) -> 
         f"{per_token:,} bytes a token and {per_last:,} a row of last: {_size(total_bytes)} in all, "
         f"{_size(free_bytes)} free"
     )
+    if quota_bytes := parse_size(run.capture.quota):
+        shard_ids = layout.shard_ids()
+        all_shards = sum(shard_bytes(spec, layout, table, shard_id) for shard_id in shard_ids)
+        room = max(0, quota_bytes - (total_bytes - all_shards)) * len(shard_ids) / all_shards
+        lines.append(
+            f"--quota {size_text(quota_bytes)} holds {min(room, len(shard_ids)):,.0f} of "
+            f"{len(shard_ids):,} shards at a time"
+        )
     return lines
 
 

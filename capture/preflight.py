@@ -53,7 +53,9 @@ def check(
             ),
             store=replace(run.store, path=str(small.directory / "store"), shard_bytes=1),
             # random rows say nothing about the errors of int8 and int4
-            capture=replace(run.capture, max_bad_share=0.0, force=True, calibration_from=""),
+            capture=replace(
+                run.capture, max_bad_share=0.0, force=True, calibration_from="", quota=""
+            ),
         )
         dropped = Dropped(num_rows=len(conversations) + 1)
         tried = [*conversations, _conversation()]
@@ -105,6 +107,9 @@ class _Silence:
         """Nothing."""
 
     def state(self, state: str) -> None:
+        """Nothing."""
+
+    def waiting(self, text: str) -> None:
         """Nothing."""
 
     def progress(self, done: float, total: float, unit: str, **numbers: float) -> None:

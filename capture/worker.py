@@ -28,8 +28,10 @@ from dflash_pipeline.capture.warmup import largest_batch, planned_shapes, warm_u
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import CaptureConfig, Run
+from dflash_pipeline.configs.sizes import parse_size
 from dflash_pipeline.store.build import plan_lock
 from dflash_pipeline.store.lease import Lease, Leases
+from dflash_pipeline.store.quota import Room
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.spec import ShardId
@@ -47,6 +49,9 @@ class Voice(Protocol):
 
     def state(self, state: str) -> None:
         """running, waiting, ..."""
+
+    def waiting(self, text: str) -> None:
+        """What the capture waits for."""
 
     def progress(self, done: float, total: float, unit: str, **numbers: float) -> None:
         """How far the whole capture is."""
@@ -132,14 +137,18 @@ def capture(store: Store, target: Target, config: CaptureConfig, log: Voice, sto
             StoreWriter(store, leases, depth=config.host_buffers) as writer,
         ):
             worker = Worker(store, target, config, log, stop, leases, offload, writer)
+            room = Room(store, leases, parse_size(config.quota))
             while not store.is_complete:
-                lease = leases.claim(store.is_open, max_failures=config.max_shard_failures)
+                lease = room.claim(config.max_shard_failures)
                 if lease is not None:
                     worker.take(lease)
                     continue
                 writer.wait()
                 worker.refresh()
                 worker.check_set_aside()
+                if room.is_full:
+                    room.release()
+                    log.waiting(room.waiting_text())
                 if not store.is_complete:
                     wait()
                     time.sleep(IDLE_S)

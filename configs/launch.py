@@ -196,6 +196,8 @@ class _Child:
                     self.error = message["error"]
                 elif "say" in message:
                     screen.say(self.place.rank, message["say"])
+                elif "waiting" in message:
+                    screen.waiting(message["waiting"])
                 else:
                     screen.progress(message)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dflash_pipeline.configs.sizes import parse_size
+
 
 def _need(holds: bool, message: str) -> None:
     if not holds:
@@ -176,6 +178,9 @@ class CaptureConfig:
     """Batches whose rows the GPU holds at the same time: one being computed, one being copied."""
     host_buffers: int = 4
     """Batches held in host memory on their way to the disk."""
+    quota: str = ""
+    """Most bytes of the store on disk, as in 4TB or 1.5TiB: capture waits there until every
+    training run that follows the store has used a shard, which is deleted then. Empty: no bound."""
     force: bool = False
     """Capture although int8 or int4 misses its error bounds for this target; the store says so."""
     calibration_from: str = ""
@@ -185,6 +190,7 @@ class CaptureConfig:
     """Seed of the order of batches."""
 
     def __post_init__(self) -> None:
+        parse_size(self.quota)
         _need(self.device_buffers >= 2, "capture.device_buffers must be at least 2")
         _need(self.host_buffers >= 2, "capture.host_buffers must be at least 2")
         _need(self.token_budget >= 64, "capture.token_budget must be at least 64")

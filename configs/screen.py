@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 # a log file that somebody reads later wants few lines
 PLAIN_EVERY_S = 10.0
+WAITING_EVERY_S = 60.0
 
 
 class Lines(Protocol):
@@ -32,7 +33,7 @@ class Screen:
         self._is_terminal = lines.isatty()
         self._is_line_open = False
         self._shown_at = -PLAIN_EVERY_S
-        self._shown = ""
+        self._waited_at = -WAITING_EVERY_S
         self._latest: Mapping[str, Any] = {}
 
     def say(self, rank: int, text: str) -> None:
@@ -53,16 +54,28 @@ class Screen:
             if is_behind or (_is_over(self._latest) and _is_over(message)):
                 return
         self._latest = message
-        self._shown = progress_line(self._stage, message)
+        shown = progress_line(self._stage, message)
         if self._is_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            self._lines.write(f"\r\x1b[K{self._shown[:width]}")
-            self._lines.flush()
-            self._is_line_open = True
+            self._rewrite(shown)
         elif time.monotonic() - self._shown_at >= PLAIN_EVERY_S or _is_over(message):
             self._shown_at = time.monotonic()
-            self._lines.write(self._shown + "\n")
+            self._lines.write(shown + "\n")
             self._lines.flush()
+
+    def waiting(self, text: str) -> None:
+        """What the stage waits for: in full now and then, a terminal shows its beginning."""
+        text = f"{self._stage}: {text}"
+        if time.monotonic() - self._waited_at >= WAITING_EVERY_S:
+            self._waited_at = time.monotonic()
+            self.note(text)
+        if self._is_terminal:
+            self._rewrite(text)
+
+    def _rewrite(self, text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        self._lines.write(f"\r\x1b[K{text[:width]}")
+        self._lines.flush()
+        self._is_line_open = True
 
     def close(self) -> None:
         """Leave the last state of the line above whatever comes next."""

@@ -4,7 +4,7 @@ with plan_lock(path, wait_s=3600):
     store = existing(path)
     if store is None:
         table = build_table(keys, columns, layout, domains, sources)
-        with StoreBuilder(path, spec, layout, table, attributes) as builder:
+        with StoreBuilder(path, spec, layout, table, attributes, quota_bytes) as builder:
             builder.write_target(embed_VH, head_VH, {"config.json": b"..."})
             for shard_id in layout.shard_ids():
                 builder.write_tokens(shard_id, ids_N, mask_N)
@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from dflash_pipeline.store import commit, durable, flatfiles, metadata, paths
 from dflash_pipeline.store.checksum import crc32c
+from dflash_pipeline.store.consumers import make_rolling
 from dflash_pipeline.store.documents import canonical, kinds
 from dflash_pipeline.store.metadata import Root
 from dflash_pipeline.store.reader import Store, open_store
@@ -111,16 +112,22 @@ class StoreBuilder:
         layout: Layout,
         table: SampleTable,
         attributes: Attributes,
+        quota_bytes: int,
         *,
         elsewhere_bytes: int = 0,
     ) -> None:
-        """`elsewhere_bytes`: of shards that take no room here: hard links, or on other mounts."""
+        """`quota_bytes`: the most that the store shall take; above 0 it is a rolling store.
+
+        `elsewhere_bytes`: of shards that take no room here: hard links, or on other mounts.
+        """
         self._path = Path(path)
         self._spec, self._layout, self._table = spec, layout, table
         self._attributes = attributes
         table.check(layout)
         durable.check_file_system(paths.log_directory(self._path))
-        durable.check_space(self._path, estimate_bytes(spec, layout, table) - elsewhere_bytes)
+        self._quota_bytes = quota_bytes
+        needed_bytes = estimate_bytes(spec, layout, table) - elsewhere_bytes
+        durable.check_space(self._path, min(needed_bytes, quota_bytes or needed_bytes))
         self._exit = contextlib.ExitStack()
         lock = durable.locked(_lock_file(self._path), _BUILD_BYTE, wait_s=0)
         if not self._exit.enter_context(lock):
@@ -200,6 +207,8 @@ class StoreBuilder:
         self._link_raw()
         document = metadata.root_document(self._root(root.plan_hash, hashes))
         self._write("zarr.json", canonical(document))
+        if self._quota_bytes:
+            make_rolling(self._directory, self._layout)
         fill(self._directory)
         _sync_tree(self._directory)
         if self._path.is_dir():

@@ -2,7 +2,7 @@
 
 Fast: metadata, commit records, sizes and indices. Deep: every byte, and every row is finite, not
 zero, and within the range its capture saw. Temporary files and data without a commit record are
-what an interrupted capture leaves: notes, no faults.
+what an interrupted capture leaves: notes, no faults. The data of a released shard is not there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.store import commit, durable, flatfiles, metadata, paths, stripes
 from dflash_pipeline.store.build import plan_hash, remaining_bytes, token_digest
@@ -26,6 +28,7 @@ from dflash_pipeline.store.calibrationgroup import (
 )
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commitlog import read_sealed
+from dflash_pipeline.store.consumers import NUM_SLOTS, consumers, consumers_document, is_rolling
 from dflash_pipeline.store.documents import Document, canonical, kinds
 from dflash_pipeline.store.metadata import TOKEN_ARRAYS
 from dflash_pipeline.store.reader import Store
@@ -47,6 +50,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     num_shards: int = 0
     num_committed: int = 0
+    """Released ones included."""
+    num_released: int = 0
     checked_bytes: int = 0
     wall_s: float = 0.0
     damaged_shards: list[ShardId] = field(default_factory=list)
@@ -74,6 +79,8 @@ def verify(path: str | Path, *, deep: bool) -> Report:
     else:
         if spec.is_calibrated:
             documents |= calibration_documents(spec, layout, calibrated)
+    if is_rolling(root):
+        documents[paths.CONSUMERS] = consumers_document(layout)
     report.problems += _metadata_faults(root, documents)
     report.problems += stripes.link_faults(root, spec, layout)
     if deep:
@@ -93,6 +100,7 @@ def _check_store(store: Store, report: Report, deep: bool) -> None:
     shard_ids = store.layout.shard_ids()
     report.num_shards = len(shard_ids)
     report.num_committed = sum(store.is_committed(shard_id) for shard_id in shard_ids)
+    report.num_released = store.num_released
     _check_files(store, report)
     sealed_faults = list(_sealed_faults(store))
     report.problems += sealed_faults
@@ -111,7 +119,8 @@ def _check_store(store: Store, report: Report, deep: bool) -> None:
     if deep:
         report.problems += _token_faults(store)
     needed, free = remaining_bytes(store), stripes.free_bytes(store.path, store.layout)
-    if needed > free:
+    # a rolling store is not meant to hold all of it at the same time
+    if needed > free and not store.is_rolling:
         report.notes.append(
             f"{needed / 1e9:.3f} GB are still to come, {free / 1e9:.3f} GB are free"
         )
@@ -163,6 +172,12 @@ def _check_files(store: Store, report: Report) -> None:
     """Nothing in the store but what belongs there."""
     root = store.path
     known = {"zarr.json", paths.SEALED_FILE, *store.root.hashes}
+    if store.is_rolling:
+        known |= {f"{paths.CONSUMERS}/zarr.json", *map(paths.consumer_file, range(NUM_SLOTS))}
+        try:
+            consumers(root, store.layout)
+        except ValueError as error:
+            report.problems.append(str(error))
     if not store.spec.is_calibrated:
         unfinished = calibration_files(store.spec, store.layout)
         known |= set(unfinished)
@@ -174,8 +189,11 @@ def _check_files(store: Store, report: Report) -> None:
             data.append(paths.last_file(shard_id))
         known |= {*data, paths.commit_file(shard_id)}
         known |= {paths.token_file(shard_id, name) for name in TOKEN_ARRAYS}
-        if not store.is_committed(shard_id) and any((root / name).exists() for name in data):
+        is_there = any((root / name).exists() for name in data)
+        if is_there and not store.is_committed(shard_id):
             report.notes.append(f"shard {shard_id} has data without a commit record")
+        if is_there and store.is_released(shard_id):
+            report.notes.append(f"shard {shard_id} is released: the next release deletes its data")
     buckets = range(len(store.layout.num_shards))
     links = {root / f"raw/b{b}/{kind}/c" for b in buckets for kind, _, _ in kinds(store.spec)}
     folders = {
@@ -215,8 +233,14 @@ def _sealed_faults(store: Store) -> Iterator[str]:
             yield f"{file}: the record of shard {shard_id} {why}"
         elif not record.exists():
             yield f"{record} is missing although the store is sealed"
-        elif store.is_committed(shard_id) and record.read_bytes() != words.tobytes():
+        elif store.is_committed(shard_id) and _as_committed(record.read_bytes()) != words.tobytes():
             yield f"{file}: the record of shard {shard_id} differs from {record}"
+
+
+def _as_committed(content: bytes) -> bytes:
+    """A whole record as it was before its shard was released; the seal is not told of that."""
+    words = np.frombuffer(content, "<u4")
+    return commit.with_state(words, commit.COMMITTED).tobytes()
 
 
 def _lost_its_record(store: Store, shard_id: ShardId) -> bool:
@@ -315,7 +339,8 @@ def main(run: object, place: object, extra: Mapping[str, object]) -> None:
             print(line)
         rate = report.checked_bytes / 1e9 / max(report.wall_s, 1e-9)
         read = f", {report.checked_bytes / 1e9:.3f} GB at {rate:.2f} GB/s" if report.is_deep else ""
-        print(f"{report.num_committed} of {report.num_shards} shards committed{read}")
+        released = f" ({report.num_released} of them released)" if report.num_released else ""
+        print(f"{report.num_committed} of {report.num_shards} shards committed{released}{read}")
     fail(report)
 
 

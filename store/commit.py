@@ -134,6 +134,14 @@ def unpack(words: Words, spec: StoreSpec, layout: Layout, bucket: int) -> Commit
     )
 
 
+def with_state(words: Words, state: int) -> Words:
+    """The same record in another state, COMMITTED or RELEASED."""
+    changed = words.copy()
+    changed[0] = state
+    changed[-1] = crc32c(changed[:-1].view(np.uint8))
+    return changed
+
+
 def problem(words: Words, expected_width: int, rows: tuple[int, int]) -> str:
     """Why these are no record of a shard with `rows` (hidden, last); empty if they are one."""
     if len(words) != expected_width:

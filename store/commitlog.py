@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.commit import (
     COMMITTED,
+    RELEASED,
     Commit,
     Words,
     fields_of,
@@ -18,7 +20,9 @@ from dflash_pipeline.store.commit import (
     problem,
     unpack,
     width,
+    with_state,
 )
+from dflash_pipeline.store.consumers import is_rolling
 from dflash_pipeline.store.lease import Lease
 from dflash_pipeline.store.spec import Layout, ShardId, StoreSpec
 from dflash_pipeline.store.table import SampleTable, claim_order
@@ -39,11 +43,15 @@ class CommitLog:
         self._problems = problems
         self._order = claim_order(layout.num_shards)
         self._records: dict[ShardId, Words] = {}
+        # file number of each record that may still change to RELEASED, by a file in its place
+        self._inodes: dict[ShardId, int] = {}
         self._damaged: set[ShardId] = set()
         self.readable_N: NDArray[np.bool_] = np.zeros(len(table), bool)
+        self.captured_N: NDArray[np.bool_] = np.zeros(len(table), bool)
         self.state_N: NDArray[np.uint8] = np.zeros(len(table), np.uint8)
-        # who lists problems wants each record judged on its own; `check` compares the merged ones
-        if problems is not None or not self._read_sealed():
+        # who lists problems wants each record judged on its own; `check` compares the merged ones,
+        # which do not tell what was released
+        if problems is not None or is_rolling(store) or not self._read_sealed():
             self.refresh()
 
     @property
@@ -54,6 +62,10 @@ class CommitLog:
     def is_committed(self, shard_id: ShardId) -> bool:
         """Whether the shard was committed at the last refresh."""
         return shard_id in self._records
+
+    def is_released(self, shard_id: ShardId) -> bool:
+        """Whether the shard's data was used and deleted, as of the last refresh."""
+        return shard_id in self._records and int(self._records[shard_id][0]) == RELEASED
 
     def get(self, shard_id: ShardId) -> Commit | None:
         """The record of a shard, None before it is committed."""
@@ -71,24 +83,40 @@ class CommitLog:
                 shard_id = ShardId(bucket, int(name))
                 if shard_id not in self._records and shard_id not in self._damaged:
                     found.add(shard_id)
+        if is_rolling(self._store):
+            self._look_for_releases()
         if not found:
             return []
         return [shard_id for shard_id in self._order if shard_id in found and self._read(shard_id)]
 
+    def _look_for_releases(self) -> None:
+        """Read records again whose file was replaced."""
+        for shard_id, inode in list(self._inodes.items()):
+            file = self._store / paths.commit_file(shard_id)
+            with contextlib.suppress(FileNotFoundError):
+                if file.stat().st_ino != inode:
+                    self._read(shard_id)
+
     def _read(self, shard_id: ShardId) -> bool:
         file = self._store / paths.commit_file(shard_id)
         try:
-            content = file.read_bytes()
+            with file.open("rb") as stream:
+                content, inode = stream.read(), os.fstat(stream.fileno()).st_ino
         except FileNotFoundError:
             return False
         except OSError:
             if self._problems is None:
                 raise
             # judged like an empty one
-            content = b""
+            content, inode = b"", 0
         whole = content[: len(content) // 4 * 4]
         words = np.frombuffer(whole, "<u4") if len(whole) == len(content) else np.empty(0, "<u4")
-        return self._add(shard_id, words, str(file))
+        is_whole = self._add(shard_id, words, str(file))
+        if is_whole and not self.is_released(shard_id):
+            self._inodes[shard_id] = inode
+        else:
+            self._inodes.pop(shard_id, None)
+        return is_whole
 
     def _add(self, shard_id: ShardId, words: Words, name: str) -> bool:
         expected = width(self._spec, self._layout, shard_id.bucket)
@@ -106,6 +134,7 @@ class CommitLog:
         states = states[: samples.stop - samples.start]
         self._records[shard_id] = words
         self.state_N[samples] = states
+        self.captured_N[samples] = states == 0
         self.readable_N[samples] = (states == 0) & (words[0] == COMMITTED)
         return True
 
@@ -128,7 +157,10 @@ class CommitLog:
                 f"{self._store} cannot be sealed: {len(open_ids)} shards are not committed, "
                 f"the first {open_ids[0]}"
             )
-        merged = np.concatenate([self._records[i] for i in self._layout.shard_ids()])
+        # what was released by now is no part of it: any capture of this plan gives these words
+        merged = np.concatenate(
+            [with_state(self._records[i], COMMITTED) for i in self._layout.shard_ids()]
+        )
         file = self._store / paths.SEALED_FILE
         durable.make_directories(file.parent)
         for leftover in durable.temporaries(file.parent):
@@ -149,6 +181,24 @@ def write_commit(
             durable.rename(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_released(
+    store: Path, spec: StoreSpec, layout: Layout, shard_id: ShardId, rows: tuple[int, int]
+) -> None:
+    """Record that the data of a committed shard of `rows` (hidden, last) is deleted from here on.
+
+    Under `release_lock` only.
+    """
+    file = store / paths.commit_file(shard_id)
+    content = file.read_bytes()
+    words = np.frombuffer(content[: len(content) // 4 * 4], "<u4")
+    if why := problem(words, width(spec, layout, shard_id.bucket), rows):
+        raise ValueError(f"commit record {file} {why}: the store is damaged, see dflash verify")
+    # of a process that was killed here
+    for leftover in durable.temporaries(file.parent):
+        leftover.unlink(missing_ok=True)
+    durable.write_durably(file, with_state(words, RELEASED).tobytes())
 
 
 def read_sealed(store: Path, spec: StoreSpec, layout: Layout) -> dict[ShardId, Words]:

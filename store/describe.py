@@ -17,6 +17,8 @@ import numpy as np
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.store import durable, paths, stripes
+from dflash_pipeline.store.commit import COMMITTED, RELEASED
+from dflash_pipeline.store.consumers import consumers, presence_text
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.report import render
 from dflash_pipeline.store.snippet import snippet
@@ -71,6 +73,7 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
         "lengths": _histogram(table.num_tokens),
         "layers": _layers(store),
         "calibration": dict(store.calibration.report),
+        "consumers": _consumers(store, problems),
         "leftovers": _leftovers(store),
         "mounts": [str(mount) for mount in stripes.mounts_of(root, layout)],
         "snippet": snippet(str(root), store.spec.hidden_mode),
@@ -116,26 +119,30 @@ def _state(store: Store) -> str:
 def _bucket(store: Store, bucket: int) -> dict[str, Any]:
     table, num_shards = store.table, store.layout.num_shards[bucket]
     is_here = table.bucket == bucket
-    committed = [s for s in range(num_shards) if store.is_committed(ShardId(bucket, s))]
-    records = [store.commit_of(ShardId(bucket, shard)) for shard in committed]
-    rows = sum(record.rows for record in records if record)
-    data = sum(record.hidden_bytes + record.last_bytes for record in records if record)
+    shard_ids = [ShardId(bucket, shard) for shard in range(num_shards)]
+    records = [record for i in shard_ids if (record := store.commit_of(i)) is not None]
+    rows = sum(record.rows for record in records)
+    data = sum(record.hidden_bytes + record.last_bytes for record in records)
+    released = [record for record in records if record.state == RELEASED]
     return {
         "bucket": bucket,
         "max_len": store.layout.bucket_bounds[bucket],
         "samples": int(is_here.sum()),
         "tokens": int(table.num_tokens[is_here].sum()),
         "shards": num_shards,
-        "committed_shards": len(committed),
+        "committed_shards": len(records),
+        "released_shards": len(released),
         "committed_tokens": rows,
-        "fill": rows / max(1, len(committed) * store.layout.rows_per_shard),
+        "fill": rows / max(1, len(records) * store.layout.rows_per_shard),
         "bytes": data,
+        "released_bytes": sum(record.hidden_bytes + record.last_bytes for record in released),
         "bytes_per_token": data / max(1, rows),
     }
 
 
 def _total(store: Store, buckets: list[dict[str, Any]]) -> dict[str, Any]:
-    names = ("samples", "tokens", "shards", "committed_shards", "committed_tokens", "bytes")
+    shards = ("shards", "committed_shards", "released_shards")
+    names = ("samples", "tokens", *shards, "committed_tokens", "bytes", "released_bytes")
     total: dict[str, Any] = {name: sum(bucket[name] for bucket in buckets) for name in names}
     rows, num_states = total["committed_tokens"], store.spec.num_amax
     total["bytes_per_token"] = total["bytes"] / max(1, rows)
@@ -151,7 +158,8 @@ def _progress(store: Store, total: Mapping[str, Any]) -> dict[str, Any]:
     for shard_id in store.layout.shard_ids():
         record = store.commit_of(shard_id)
         file = store.path / paths.commit_file(shard_id)
-        if record is not None and file.exists():
+        # a release writes the record anew
+        if record is not None and record.state == COMMITTED and file.exists():
             times.append((file.stat().st_mtime, record.rows))
     left = total["tokens"] - total["committed_tokens"]
     times.sort()
@@ -186,6 +194,23 @@ def _layers(store: Store) -> list[dict[str, Any]]:
     return [
         {"layer": name, "amax": float(peak), "clipped": int(count)}
         for name, peak, count in zip(names, amax, clipped, strict=True)
+    ]
+
+
+def _consumers(store: Store, problems: list[str]) -> list[dict[str, Any]]:
+    """The training runs that follow a rolling store."""
+    try:
+        found = consumers(store.path, store.layout)
+    except ValueError as error:
+        problems.append(str(error))
+        return []
+    return [
+        {
+            "name": one.name,
+            "used_shards": int(one.used.sum()),
+            "presence": presence_text(store.path, one),
+        }
+        for one in found
     ]
 
 

@@ -138,6 +138,14 @@ def lock(descriptor: int, byte: int, *, wait: bool = False) -> bool:
     return True
 
 
+def is_locked(descriptor: int, byte: int) -> bool:
+    """Whether another open file holds the write lock of a byte."""
+    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    answer: bytes = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
+    kind: int = struct.unpack("hhqqi4x", answer)[0]
+    return kind != fcntl.F_UNLCK
+
+
 def unlock(descriptor: int, byte: int) -> None:
     """Give a byte's lock back."""
     request = struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0)

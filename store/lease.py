@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from dflash_pipeline.store import durable, paths
+from dflash_pipeline.store.consumers import release_lock
 from dflash_pipeline.store.spec import Layout, ShardId
 from dflash_pipeline.store.table import claim_order
 
@@ -246,6 +247,19 @@ class Leases:
         counts = {shard_id: self._failures(shard_id) for shard_id in self._order}
         return {shard_id: count for shard_id, count in counts.items() if count}
 
+    def in_progress(self) -> set[ShardId]:
+        """Shards that some worker, this one included, holds now."""
+        # a second descriptor: locks of one open file do not exclude each other
+        descriptor = os.open(paths.log_directory(self._store) / "leases.lock", os.O_RDWR)
+        try:
+            return {
+                shard_id
+                for position, shard_id in enumerate(self._order)
+                if durable.is_locked(descriptor, position + self.state(position)[0] * _GENERATION)
+            }
+        finally:
+            os.close(descriptor)
+
     def forgive(self) -> None:
         """Forget all failures, at the start of a capture."""
         for shard_id in self.failures():
@@ -256,10 +270,12 @@ class Leases:
     def sweep(self) -> int:
         """Remove what dead workers left of shards, and their signs of life; files removed."""
         removed = 0
-        for shard_id in self._order:
-            if any(leftovers(self._store, shard_id)) and (lease := self.acquire(shard_id)):
-                removed += remove_leftovers(self._store, shard_id)
-                lease.release()
+        # a trainer that records a release writes beside commit records as well
+        with release_lock(self._store):
+            for shard_id in self._order:
+                if any(leftovers(self._store, shard_id)) and (lease := self.acquire(shard_id)):
+                    removed += remove_leftovers(self._store, shard_id)
+                    lease.release()
         for file in self._holders.glob("*.json"):
             with durable.locked(file, 0, wait_s=0) as is_dead:
                 if is_dead and file != self._beat_file:

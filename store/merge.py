@@ -67,6 +67,7 @@ def merge(
             plan.layout,
             plan.table,
             _attributes(stores),
+            0,
             elsewhere_bytes=linked_bytes,
         ) as builder:
             builder.write_target(

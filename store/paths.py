@@ -28,6 +28,11 @@ def last_file(shard_id: ShardId) -> str:
     return f"b{shard_id.bucket}/last/c/{shard_id.shard}/0"
 
 
+def data_files(shard_id: ShardId) -> tuple[str, str]:
+    """The files that a release deletes."""
+    return hidden_file(shard_id), last_file(shard_id)
+
+
 def token_file(shard_id: ShardId, name: str) -> str:
     """The chunk of `input_ids` or `loss_mask`."""
     return f"b{shard_id.bucket}/{name}/c/{shard_id.shard}"
@@ -53,6 +58,17 @@ def target_file(name: str) -> str:
     return f"target/files/{name}/c/0"
 
 
+def consumer_file(slot: int) -> str:
+    """The row of a consumer: which shards a training run has used."""
+    return f"{CONSUMERS}/c/{slot}/0"
+
+
+def release_lock_file(store: Path) -> Path:
+    """Held by whoever changes the consumers or releases shards; not in the store."""
+    return log_directory(store) / "release.lock"
+
+
+CONSUMERS = "consumers"
 CALIBRATION = "calibration"
 KEPT_FILE = "calibration/kept/c/0/0"
 CENTRE_FILE = "calibration/centre/c/0/0"

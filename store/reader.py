@@ -27,6 +27,7 @@ from dflash_pipeline.store.calibrationgroup import read_calibration
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commit import Commit
 from dflash_pipeline.store.commitlog import CommitLog
+from dflash_pipeline.store.consumers import is_rolling
 from dflash_pipeline.store.rows import decode
 from dflash_pipeline.store.shard import (
     ShardShape,
@@ -102,12 +103,29 @@ class Store:
     # --- what is there -----------------------------------------------------------------------
 
     def refresh(self) -> list[ShardId]:
-        """Look for shards committed since; those new, in claim order."""
-        return self._commits.refresh()
+        """Look for shards committed since, or released; those newly committed, in claim order."""
+        found = self._commits.refresh()
+        # a map would keep the space of a deleted file
+        self._maps.drop(lambda key: self.is_released(key[0]))
+        return found
 
     def is_committed(self, shard_id: ShardId) -> bool:
         """Whether a shard was committed at the last refresh."""
         return self._commits.is_committed(shard_id)
+
+    def is_released(self, shard_id: ShardId) -> bool:
+        """Whether a shard was committed, used and deleted (`store/release.py`), likewise."""
+        return self._commits.is_released(shard_id)
+
+    @property
+    def num_released(self) -> int:
+        """Shards released, as of the last refresh."""
+        return sum(self.is_released(shard_id) for shard_id in self.layout.shard_ids())
+
+    @property
+    def is_rolling(self) -> bool:
+        """Whether shards are released once all registered training runs have used them."""
+        return is_rolling(self.path)
 
     def is_open(self, shard_id: ShardId) -> bool:
         """Whether a shard still has to be captured, as the disk says now."""
@@ -139,14 +157,20 @@ class Store:
         return self._commits.readable_N
 
     @property
+    def captured_N(self) -> NDArray[np.bool_]:
+        """Whether each sample was committed and good, be it released by now or not."""
+        return self._commits.captured_N
+
+    @property
     def state_N(self) -> Bytes:
         """Each sample's place in SAMPLE_STATES; 0 as well while it is not committed."""
         return self._commits.state_N
 
     def num_rows(self, i: int) -> int:
-        """Tokens of a sample, 0 if its rows were bad; ValueError if it is not committed."""
-        if not self.is_committed(self.table.shard_id(i)):
-            raise ValueError(f"sample {i} of {self.path} is not captured yet")
+        """Tokens of a sample, 0 if its rows were bad; ValueError if they are not there."""
+        shard_id = self.table.shard_id(i)
+        if not self.is_committed(shard_id) or self.is_released(shard_id):
+            self._readable_shard(i)
         return int(self.table.num_tokens[i]) if self.readable_N[i] else 0
 
     # --- one sample --------------------------------------------------------------------------
@@ -224,11 +248,18 @@ class Store:
         return self.path / paths.last_file(shard_id), last_rows, self.last_shape
 
     def _readable_shard(self, i: int) -> ShardId:
+        shard_id = self.table.shard_id(i)
         if not self.readable_N[i]:
-            is_known = self.is_committed(self.table.shard_id(i))
-            reason = "has no good rows" if is_known else "is not captured yet"
+            reason = "is not captured yet"
+            if self.is_released(shard_id):
+                reason = (
+                    f"was in shard {shard_id}, which was released: under capture --quota, data "
+                    "that all training runs have used is deleted"
+                )
+            elif self.is_committed(shard_id):
+                reason = "has no good rows"
             raise ValueError(f"sample {i} of {self.path} {reason}")
-        return self.table.shard_id(i)
+        return shard_id
 
     def read_into(self, i: int, hidden_out: Any, last_out: Any, access: Access) -> None:
         """Read a sample's stored rows into two C-contiguous buffers, one read an array.
@@ -386,3 +417,9 @@ class _Cache(Generic[Key, Value]):
             if len(self._values) > self._size:
                 self._values.popitem(last=False)
         return value
+
+    def drop(self, is_unwanted: Callable[[Key], bool]) -> None:
+        """Forget values by their keys."""
+        with self._lock:
+            for key in [key for key in self._values if is_unwanted(key)]:
+                del self._values[key]

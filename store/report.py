@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_pipeline.configs.sizes import size_text
+from dflash_pipeline.store.consumers import consumer_line
 from dflash_pipeline.store.guard import report_lines
 
 
@@ -19,6 +21,7 @@ def render(found: Mapping[str, Any]) -> str:
         _layers,
         _calibration,
         _sample,
+        _consumers,
         _leftovers,
         _problems,
         _notebook,
@@ -38,12 +41,17 @@ def _head(found: Mapping[str, Any]) -> list[str]:
         f"{identity['last_mode']} ({identity['last_rows']} rows)",
         f"samples {samples['all']} ({samples['held_out']} held out, {samples['readable']} "
         f"readable): " + _counts(samples["domains"]),
-        f"tokens {total['committed_tokens']} of {total['tokens']}, {_size(total['bytes'])}, "
+        f"tokens {total['committed_tokens']} of {total['tokens']}, {size_text(total['bytes'])}, "
         f"{total['bytes_per_token']:.0f} bytes a token, {total['ratio_to_bf16']:.2f}x against "
         "bf16 of all rows",
     ]
     if found["mounts"]:
         lines.insert(1, f"shards lie in it and on {', '.join(found['mounts'])}")
+    if total["released_shards"]:
+        lines.append(
+            f"released: {total['released_shards']} shards ({size_text(total['released_bytes'])}), "
+            "used by every training run and deleted"
+        )
     if progress["tokens_left"]:
         lines.append(_rate(progress))
     named = [name for name in ("dropped", "bad") if found[name]]
@@ -56,7 +64,8 @@ def progress_text(found: Mapping[str, Any]) -> str:
     rate = f", {_rate(progress)}" if progress["tokens_left"] else ""
     return (
         f"{found['state']}: {total['committed_shards']} of {total['shards']} shards, "
-        f"{total['committed_tokens']} of {total['tokens']} tokens, {_size(total['bytes'])}{rate}"
+        f"{total['committed_tokens']} of {total['tokens']} tokens, "
+        f"{size_text(total['bytes'])}{rate}"
     )
 
 
@@ -122,6 +131,13 @@ def _sample(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _consumers(found: Mapping[str, Any]) -> list[str]:
+    return [
+        consumer_line(one["name"], one["used_shards"], found["total"]["shards"], one["presence"])
+        for one in found["consumers"]
+    ]
+
+
 def _leftovers(found: Mapping[str, Any]) -> list[str]:
     return [f"left by an interrupted capture: {name}" for name in found["leftovers"]]
 
@@ -140,14 +156,6 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 def _cell(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.2f}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.screen import PLAIN_EVERY_S, progress_line
+from dflash_pipeline.configs.screen import PLAIN_EVERY_S, WAITING_EVERY_S, progress_line
 from dflash_pipeline.configs.status import log_path, new_status, write_status
 
 # once a second on screen and disk is as often as anyone looks; a step may take a millisecond
@@ -34,6 +34,7 @@ class RunLog:
         self._status = new_status(place.stage, place.rank, place.device)
         self._told_at = -PROGRESS_EVERY_S
         self._printed_at = -PLAIN_EVERY_S
+        self._wait_told_at, self._wait_printed_at = -PROGRESS_EVERY_S, -WAITING_EVERY_S
         # set by the launcher for its child, and valid in that process alone
         descriptor = os.environ.get("DFLASH_PROGRESS_FD", "")
         self._pipe = int(descriptor) if descriptor else None
@@ -59,6 +60,21 @@ class RunLog:
         with self._lock:
             self._status.state = state
             write_status(self._place.log_dir, self._status)
+
+    def waiting(self, text: str) -> None:
+        """What the stage waits for, told as often as it is looked at; throttled like progress."""
+        with self._lock:
+            self._status.state, self._status.text = "waiting", text
+            now = time.monotonic()
+            if now - self._wait_told_at < PROGRESS_EVERY_S:
+                return
+            self._wait_told_at = now
+            write_status(self._place.log_dir, self._status)
+            if self._pipe is not None:
+                self._send({"waiting": text})
+            elif self._place.rank == 0 and now - self._wait_printed_at >= WAITING_EVERY_S:
+                self._wait_printed_at = now
+                self._print(f"{self._place.stage}: {text}")
 
     def progress(self, done: float, total: float, unit: str, **numbers: float) -> None:
         """How far the whole stage is, in `unit`; total 0: unknown. Throttled, but for the last one.

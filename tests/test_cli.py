@@ -48,7 +48,7 @@ def stage(name):
 STAGES = {
     "capture": ("planning", "worker", "generate", "demo", "decoder", "recheck"),
     "train": ("worker", "evaluate", "export"),
-    "store": ("describe", "check", "merge", "repair", "watch"),
+    "store": ("describe", "check", "merge", "repair", "watch", "drop"),
 }
 
 class Finder:
@@ -138,7 +138,7 @@ def test_the_two_lines_run_to_the_letter(
     assert ended.code == 0, ended.err
     assert ended.last_line == "next: dflash train --store hs"
     assert [one["entry"] for one in ended.calls] == ["capture.planning"] + 5 * ["capture.worker"]
-    assert ended.calls[0]["extra"] == {"kind": "cpu", "only_count": False}
+    assert ended.calls[0]["extra"] == {"kind": "cpu", "num_workers": 5, "only_count": False}
     assert sorted(one["place"]["rank"] for one in ended.calls[1:]) == [0, 1, 2, 3, 4]
     assert {one["place"]["world"] for one in ended.calls[1:]} == {5}
     assert {one["place"]["log_dir"] for one in ended.calls} == {"hs.logs"}
@@ -184,7 +184,7 @@ def test_on_one_device_one_process_plans_and_captures(type_line: Callable[..., E
     (call,) = type_line("dflash capture --gpus cpu").calls
     assert call["entry"] == "capture.planning"
     assert call["place"]["stage"] == "capture"
-    assert call["extra"] == {"kind": "cpu", "only_count": False}
+    assert call["extra"] == {"kind": "cpu", "num_workers": 1, "only_count": False}
 
 
 def test_capture_plan_counts_and_leaves_nothing_behind(type_line: Callable[..., Ended]) -> None:
@@ -461,6 +461,17 @@ def test_under_torchrun_the_process_is_its_rank(
     assert (place.rank, place.world, place.device) == (2, 4, "cpu")
     assert place.rendezvous == "env://"
     assert extra == {"resume": False}
+
+
+def test_a_training_run_is_dropped_by_status(type_line: Callable[..., Ended]) -> None:
+    ended = type_line("dflash status hs --drop runs/a")
+    assert ended.code == 0, ended.err
+    (call,) = ended.calls
+    assert call["entry"] == "store.drop"
+    assert call["extra"] == {"path": "hs", "drop": "runs/a", "json": False}
+    assert ended.last_line == "next: dflash status hs"
+    ended = type_line("dflash status nowhere --drop runs/a")
+    assert (ended.code, "there is no store nowhere" in ended.err) == (2, True)
 
 
 def test_status_tells_a_dead_process_from_a_living_one(type_line: Callable[..., Ended]) -> None:

@@ -3,6 +3,9 @@
 While shards are missing, the first epoch is made of segments: rank 0 takes the shards committed
 since the last segment, writes their names to OUT/order and tells the other ranks. Everything else
 follows from those names, so a run that is resumed draws the very same samples again.
+
+A shard of a rolling store goes once its segment is trained. So a segment takes half of the shards
+that are there: while it is trained the other half waits, and then capture fills its place.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import numpy.typing as npt
 
 from dflash_pipeline.configs.schema import TrainConfig
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.table import claim_order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.order import (
     Catalog,
@@ -30,15 +34,20 @@ from dflash_pipeline.train.order import (
 )
 
 Ints = npt.NDArray[np.int64]
+Shard = tuple[int, int]
+"""Store and shard number."""
+Shards = tuple[Shard, ...]
 
 _LOOK_EVERY_S = 1.0
+# without a new shard for so long, a rolling store is taken to be full
+_STALLED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A part of an epoch."""
 
-    shards: tuple[tuple[int, int], ...] | None
+    shards: Shards | None
     """(store, shard number) of each shard; None: all of them."""
     is_last: bool
     is_stop: bool = False
@@ -67,21 +76,37 @@ class Order:
         group: Group,
         path: Path,
         position: Position,
+        say: Callable[[str], None],
     ) -> None:
-        """`path`: OUT/order, read when it is there. `position`: where to begin."""
+        """`path`: OUT/order, read when it is there. `position`: where to begin. `say` is told of
+        steps that are smaller than configured."""
         self._samples, self._stores, self._config, self._group = samples, stores, config, group
         self._position = position
         self._batches: list[Ints] | None = None
+        self._num_batches: dict[int, int] = {}
         self._is_last = False
         self.is_finished = False
         """No further step will come: the epochs are done, or the run stops here."""
         self.is_stopped = False
         """The ranks agreed to stop while they waited for shards."""
-        self._following = _following(samples, stores, config, group, path)
+        self._following = _following(samples, stores, config, group, path, say)
 
     @property
     def is_following(self) -> bool:
         return self._following is not None
+
+    def used(self, at: Position) -> set[Shard]:
+        """Shards whose samples were all drawn before `at`; empty where nothing is followed."""
+        if self._following is None:
+            return set()
+        known = self._following.known
+        num_whole = len(known) if at.epoch > 0 else at.segment
+        if num_whole < len(known):
+            if num_whole not in self._num_batches:
+                self._num_batches[num_whole] = len(self._packed(at, known[num_whole]))
+            num_whole += at.batch >= self._num_batches[num_whole]
+        whole = known[:num_whole]
+        return {shard for segment in whole for shard in segment.shards or ()}
 
     def draw(self, wants_stop: bool) -> Draw | None:
         """The next step; None: finished, or not known before more shards are committed."""
@@ -117,28 +142,31 @@ class Order:
         if segment.is_stop:
             self.is_finished = self.is_stopped = True
             return False
+        self._batches = self._packed(at, segment)
+        self._is_last = segment.is_last
+        return True
+
+    def _packed(self, at: Position, segment: Segment) -> list[Ints]:
         config = self._config
-        candidates = _candidates(self._samples, self._stores, segment)
-        self._batches = segment_batches(
+        return segment_batches(
             self._samples,
-            candidates,
+            _candidates(self._samples, self._stores, segment),
             config.seed,
             at.epoch,
             config.batch_tokens,
             config.batch_anchors,
         )
-        self._is_last = segment.is_last
-        return True
 
 
 def _candidates(samples: Catalog, stores: Sequence[Store], segment: Segment) -> Ints:
-    """Readable samples of a segment's shards, as places in the catalog."""
+    """Good samples of a segment's shards, as places in the catalog; of released ones as well, so
+    that a run which goes on packs the batches that it packed before."""
     for store in stores:
         store.refresh()
     is_in = np.zeros(len(samples), bool)
     for number, store in enumerate(stores):
         own = np.flatnonzero(samples.store_C == number)
-        is_in[own] = store.readable_N[samples.sample_C[own]]
+        is_in[own] = store.captured_N[samples.sample_C[own]]
         if segment.shards is not None:
             shards = [shard for owner, shard in segment.shards if owner == number]
             is_in[own] &= np.isin(samples.shard_C[own], np.array(shards, np.int64))
@@ -146,13 +174,18 @@ def _candidates(samples: Catalog, stores: Sequence[Store], segment: Segment) -> 
 
 
 def _following(
-    samples: Catalog, stores: Sequence[Store], config: TrainConfig, group: Group, path: Path
+    samples: Catalog,
+    stores: Sequence[Store],
+    config: TrainConfig,
+    group: Group,
+    path: Path,
+    say: Callable[[str], None],
 ) -> _Following | None:
     """None where every store was whole from the run's beginning; rank 0 decides."""
     follows = path.exists() or not all(store.is_sealed for store in stores)
     if group.agree("follows", str(follows)) == "False":
         return None
-    return _Following(samples, stores, config, group, path)
+    return _Following(samples, stores, config, group, path, say)
 
 
 class _Following:
@@ -165,23 +198,25 @@ class _Following:
         config: TrainConfig,
         group: Group,
         path: Path,
+        say: Callable[[str], None],
     ) -> None:
         self._samples, self._stores, self._config, self._group = samples, stores, config, group
-        self._path = path
+        self._path, self._say = path, say
         recorded = group.agree("order", _recorded(path) if group.rank == 0 else "")
-        self._known = [_parse(line) for line in recorded.splitlines()]
+        self.known = [_parse(line) for line in recorded.splitlines()]
         self._looked_at = -_LOOK_EVERY_S
+        self._num_seen, self._grew_at = 0, time.monotonic()
 
     def segment(self, index: int, wants_stop: bool) -> Segment | None:
-        if index < len(self._known):
-            return self._known[index]
+        if index < len(self.known):
+            return self.known[index]
         now = time.monotonic()
         if now - self._looked_at < _LOOK_EVERY_S and not wants_stop:
             return None
         self._looked_at = now
         found = self._decide(wants_stop) if self._group.rank == 0 else self._hear(index, wants_stop)
         if found is not None and not found.is_stop:
-            self._known.append(found)
+            self.known.append(found)
         return found
 
     def _hear(self, index: int, wants_stop: bool) -> Segment | None:
@@ -191,16 +226,17 @@ class _Following:
         return None if line is None else _parse(line)
 
     def _decide(self, wants_stop: bool) -> Segment | None:
-        key = f"segment/{len(self._known)}"
+        key = f"segment/{len(self.known)}"
         if wants_stop or self._group.told("stop asked") is not None:
             segment = Segment((), is_last=False, is_stop=True)
             self._group.tell(key, _line(segment))
             return segment
         fresh = self._fresh_shards()
         is_last = all(store.is_sealed for store in self._stores)
-        if not is_last and not self._is_enough(fresh):
+        chosen = fresh if is_last else self._chosen(fresh)
+        if not is_last and not chosen:
             return None
-        segment = Segment(fresh, is_last)
+        segment = Segment(chosen, is_last)
         with self._path.open("a") as file:
             file.write(_line(segment) + "\n")
             file.flush()
@@ -208,20 +244,44 @@ class _Following:
         self._group.tell(key, _line(segment))
         return segment
 
-    def _fresh_shards(self) -> tuple[tuple[int, int], ...]:
-        """Committed shards that no segment has taken, by store and in the layout's order."""
-        taken = {shard for segment in self._known for shard in segment.shards or ()}
+    def _chosen(self, fresh: Shards) -> Shards:
+        """The shards of the next segment; none: it is too early for one."""
+        part: list[Shard] = []
+        for number, store in enumerate(self._stores):
+            own = [shard for shard in fresh if shard[0] == number]
+            part += own[: -(-len(own) // 2)] if store.is_rolling else own
+        for shards in (tuple(part), fresh):
+            if self._is_enough(shards):
+                return shards
+        return fresh if fresh and self._is_stalled(fresh) else ()
+
+    def _is_stalled(self, fresh: Shards) -> bool:
+        """Whether more shards will not come before these are used and released."""
+        if len(fresh) != self._num_seen or not any(store.is_rolling for store in self._stores):
+            self._num_seen, self._grew_at = len(fresh), time.monotonic()
+        is_stalled = time.monotonic() - self._grew_at >= _STALLED_S
+        if is_stalled:
+            self._say(
+                f"{len(fresh)} shards hold less than a whole step for {self._group.world} "
+                f"processes, and no other came for {_STALLED_S:.0f} s: training a smaller step. A "
+                "larger capture --quota, or a smaller train.accumulate, avoids it"
+            )
+        return is_stalled
+
+    def _fresh_shards(self) -> Shards:
+        """Committed shards that no segment has taken, by store, then in the order of claims."""
+        taken = {shard for segment in self.known for shard in segment.shards or ()}
         fresh = []
         for number, store in enumerate(self._stores):
             store.refresh()
             fresh += [
                 (number, shard_number(shard_id))
-                for shard_id in store.layout.shard_ids()
+                for shard_id in claim_order(store.layout.num_shards)
                 if store.is_committed(shard_id)
             ]
         return tuple(shard for shard in fresh if shard not in taken)
 
-    def _is_enough(self, shards: tuple[tuple[int, int], ...]) -> bool:
+    def _is_enough(self, shards: Shards) -> bool:
         """At least one whole step for every rank, so that no rank idles at a segment's end."""
         if not shards:
             return False

@@ -18,6 +18,7 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train.clock import Clock
+from dflash_pipeline.train.consumption import capture_state
 from dflash_pipeline.train.feed import Feed
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.group import Group
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _NAMED_SAMPLES = 8
+_LOOK_EVERY_S = 1.0
+_IDLE = "no capture runs (its command goes on with it)"
 # name on the terminal -> name in the record
 _SHOWN = {
     "loss": "loss",
@@ -63,7 +66,8 @@ class Journal:
         self._drawn: list[tuple[int, Draw]] = []
         self._since = time.perf_counter()
         self._board = _board(out / "tensorboard") if group.rank == 0 else None
-        self._is_waiting = False
+        self._is_waiting, self._looked_at = False, 0.0
+        self._was_idle: bool | None = None
 
     def close(self) -> None:
         if self._board is not None:
@@ -71,10 +75,20 @@ class Journal:
 
     def waiting(self) -> None:
         """The step needs shards that are not committed yet."""
+        now = time.monotonic()
+        if self._is_waiting and now - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        text = f"waiting for shards: {awaited(self._stores)}"
         if not self._is_waiting:
             self._is_waiting = True
             self._log.state("waiting")
-            self._log.say("waiting for shards: the store is still being captured")
+        # short waits are many under a quota: said once, and again when a capture ends or begins
+        is_idle = _IDLE in text
+        if is_idle != self._was_idle:
+            self._was_idle = is_idle
+            self._log.say(text)
+        self._log.waiting(text)
 
     def note(self, step: int, draw: Draw) -> None:
         """A step was done; its samples are kept until the device tells how it went."""
@@ -195,6 +209,20 @@ class Journal:
     def _key(self, place: int) -> str:
         store = self._stores[int(self._samples.store_C[place])]
         return store.table.key(int(self._samples.sample_C[place]))
+
+
+def awaited(stores: Sequence[Store]) -> str:
+    """How far the captures of unfinished stores are, and whether they run."""
+    parts = []
+    for store in stores:
+        if store.is_sealed:
+            continue
+        shard_ids = store.layout.shard_ids()
+        num_captured = sum(store.is_committed(shard_id) for shard_id in shard_ids)
+        doing = capture_state(store.path)
+        state = f"its capture is {doing}" if doing else _IDLE
+        parts.append(f"{store.path} has {num_captured} of {len(shard_ids)}, {state}")
+    return "; ".join(parts) or "the last ones are being sealed"
 
 
 def _board(path: Path) -> SummaryWriter:

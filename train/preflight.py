@@ -36,7 +36,7 @@ _MIN_HEAD_DIM = 16
 _WIDTH, _HEAD_DIM, _VOCABULARY, _NUM_TOKENS = 32, 16, 64, 24
 
 
-def check_stores(run: Run, stores: Sequence[Store]) -> None:
+def check_stores(run: Run, stores: Sequence[Store], is_resumed: bool) -> None:
     """UsageError for stores that cannot be trained on together, or not with these settings."""
     first, *others = stores
     for other in others:
@@ -55,11 +55,29 @@ def check_stores(run: Run, stores: Sequence[Store]) -> None:
             "`last` states: capture again with store.last_mode=bf16, or set both to 0"
         )
     for store in stores:
+        _check_rolling(run, store, is_resumed)
         if not store.is_sealed and not run.train.follow:
             raise UsageError(
                 f"{store.path} is still being captured and --no-follow was given: wait for the "
                 "capture to end, or leave --no-follow out"
             )
+
+
+def _check_rolling(run: Run, store: Store, is_resumed: bool) -> None:
+    """UsageError where shards are gone, or will be before the run needs them again."""
+    if store.num_released and not is_resumed:
+        raise UsageError(
+            f"{store.num_released} of {len(store.layout.shard_ids())} shards of {store.path} were "
+            "released: the runs that followed its capture have used them, and a new run would "
+            "train on the rest alone. Go on with one of those runs by --resume, or capture into "
+            "another --store (without --quota, if several runs shall use it)"
+        )
+    if store.is_rolling and not store.is_sealed and run.train.epochs != 1:
+        raise UsageError(
+            f"{store.path} is captured under a quota: each shard is deleted once it was trained "
+            f"on, so train.epochs is {run.train.epochs} where it must be 1; give --epochs 1, or "
+            "capture without --quota"
+        )
 
 
 def check_device(shape: DrafterShape, place: Place) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,15 +52,24 @@ class Saver:
         """The checkpoint of this step is on disk already: the run goes on from it."""
         self._saved_step = step
 
-    def save(self, state: Mapping[str, Tensor], progress: Progress, is_best: bool) -> None:
-        """Take a copy of `state` now and write it soon; once a step. `is_best`: OUT/best, too."""
+    def save(
+        self,
+        state: Mapping[str, Tensor],
+        progress: Progress,
+        is_best: bool,
+        told: Callable[[], None],
+    ) -> None:
+        """Take a copy of `state` now and write it soon; once a step. `is_best`: OUT/best, too.
+
+        `told` is called in the thread as soon as the checkpoint is durable.
+        """
         self.check()
         if progress.step != self._saved_step:
             self._wait()
             self._copy.take(dict(state))
             rng = torch.get_rng_state()
             self._saved_step = progress.step
-            self._pending.append(self._thread.submit(self._write, progress, rng))
+            self._pending.append(self._thread.submit(self._write, progress, rng, told))
         if is_best:
             self._pending.append(self._thread.submit(self._point_best, progress.step))
 
@@ -78,10 +87,11 @@ class Saver:
         while self._pending:
             self._pending.popleft().result()
 
-    def _write(self, progress: Progress, rng: Tensor) -> None:
+    def _write(self, progress: Progress, rng: Tensor, told: Callable[[], None]) -> None:
         state = {**self._copy.tensors, "rng": rng}
         checkpoint.save(self._out, self._shape, state, progress, self._trained_on)
         checkpoint.prune(self._out, self._keep)
+        told()
 
     def _point_best(self, step: int) -> None:
         checkpoint.point(self._out, "best", checkpoint.step_directory(self._out, step))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import checkpoint, preflight
 from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.clock import Clock
+from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import read_checkpoint, rendering
 from dflash_pipeline.train.group import Group
@@ -59,6 +60,8 @@ class Training:
     noise: Noise
     profiler: Profiler
     progress: Progress
+    consumption: Consumption = field(init=False)
+    """Set once the order is known."""
     feed_bytes: int = 0
     """What the feed's buffers hold on the device."""
     validated_step: int = -1
@@ -66,8 +69,9 @@ class Training:
     def save(self, is_best: bool) -> None:
         """Have the checkpoint of this step written, once, and OUT/best point to it."""
         if self.saver is not None:
+            told = self.consumption.telling(self.progress.position)
             with self.clock.stage("checkpoint"):
-                self.saver.save(self.optimizer.state(), self.progress, is_best)
+                self.saver.save(self.optimizer.state(), self.progress, is_best, told)
 
     def close(self) -> None:
         """Wait for the checkpoints; raises what writing them met."""
@@ -87,12 +91,12 @@ class Training:
 
 
 def open_stores(
-    run: Run, place: Place, log: RunLog, wish: StopWish
+    run: Run, place: Place, log: RunLog, wish: StopWish, is_resumed: bool
 ) -> tuple[list[Store], Catalog, DrafterShape]:
     """Stores, their trainable samples, and the drafter's shape: all that can be refused early."""
     shares = parse_stores(run.train.stores or (run.store.path,))
     stores = [_await_calibration(share.path, run, log, wish) for share in shares]
-    preflight.check_stores(run, stores)
+    preflight.check_stores(run, stores, is_resumed)
     first = stores[0]
     shape = drafter_shape(
         run.drafter, first.target_config(), first.spec, first.attributes.mask_token_id

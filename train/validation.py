@@ -46,7 +46,7 @@ def _replayed(training: Training, beat: Callable[[int], None]) -> tuple[float, i
         (number, sample)
         for number, store in enumerate(stores)
         for sample in held_out(store)
-        if kept[number][sample]
+        if kept[number][sample] and not _may_go(training, number, sample)
     ]
     # while following, ranks may have seen different shards: rank 0's list counts
     listed = json.loads(group.agree(f"held out/{step}", json.dumps(ours)))
@@ -67,6 +67,14 @@ def _replayed(training: Training, beat: Callable[[int], None]) -> tuple[float, i
     group.add_up(totals)
     num_kept, num_cycles = totals.tolist()
     return num_kept / max(num_cycles, 1), int(num_cycles)
+
+
+def _may_go(training: Training, number: int, sample: int) -> bool:
+    """Whether a sample may be deleted while it is read: this run has used its shard."""
+    store = training.stores[number]
+    shard_id = store.table.shard_id(sample)
+    # once all is captured nothing is released
+    return not store.is_complete and training.consumption.has_used(number, shard_id)
 
 
 def judged(progress: Progress, tau: float, min_gain: float) -> Progress:

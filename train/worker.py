@@ -16,6 +16,7 @@ from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import checkpoint
+from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.feed import Feed, feed_access
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
@@ -35,8 +36,8 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     out = Path(run.train.out)
     log = RunLog(place)
     with StopWish() as wish, contextlib.closing(Group(place, run.train.timeout_s)) as group:
-        stores, samples, shape = open_stores(run, place, log, wish)
         resume = bool(extra["resume"])
+        stores, samples, shape = open_stores(run, place, log, wish, resume)
         if group.rank == 0:
             checkpoint.begin(out, run, stores, resume)
         group.agree("begun", "")
@@ -47,13 +48,15 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
                 checkpoint.withdraw(out)
             raise
         position = training.progress.position
-        order = Order(samples, stores, run.train, group, out / "order", position)
+        order = Order(samples, stores, run.train, group, out / "order", position, log.say)
         if order.is_following:
             log.say("the store is still being captured: following it")
+        training.consumption = Consumption(stores, order, out, position, group.rank)
         device, dtype = compute_on(run, place)
         access = feed_access(stores, run.feed, log.say)
         clock = training.clock
         with (
+            contextlib.closing(training.consumption),
             contextlib.closing(training),
             Watchdog(place, run.train.timeout_s, log, group, clock) as watchdog,
             explained(device, training.holdings, lambda: clock.stage_now),
@@ -67,6 +70,8 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             if not is_stopped and training.validated_step != training.progress.step:
                 validate(training, watchdog.beat)
             training.save(is_best=False)
+        if not is_stopped:
+            training.consumption.leave()
         if is_stopped:
             log.say(f"stopped after step {training.progress.step}, checkpoint written")
             raise KeyboardInterrupt
@@ -100,10 +105,11 @@ def _learn(
 
     def on_wait() -> None:
         watchdog.beat(training.progress.step)
-        journal.waiting()
+        _wait(training)
 
     while not _is_over(training):
         watchdog.beat(training.progress.step)
+        training.consumption.beat()
         coming = feed.step(wish.is_asked, on_wait)
         if coming is None:
             break
@@ -124,7 +130,8 @@ def _learn(
             journal.line(step, lr, metrics, optimizer, feed)
         if config.validate_every and step % config.validate_every == 0:
             validate(training, watchdog.beat)
-        if step % config.save_every == 0:
+        is_awaited = training.consumption.is_awaited(training.progress.position)
+        if step % config.save_every == 0 or is_awaited:
             training.save(is_best=False)
         if training.saver is not None:
             training.saver.check()
@@ -133,6 +140,16 @@ def _learn(
     if journal.has_steps:
         journal.line(training.progress.step, lr, metrics, optimizer, feed)
     return order.is_stopped
+
+
+def _wait(training: Training) -> None:
+    """Between two looks for shards. A full store grows only if this run lets go of what it used."""
+    training.journal.waiting()
+    training.consumption.beat()
+    if training.consumption.is_owed(training.progress.position):
+        training.save(is_best=False)
+    if training.saver is not None:
+        training.saver.check()
 
 
 def _is_over(training: Training) -> bool:

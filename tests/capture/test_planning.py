@@ -96,7 +96,7 @@ def planned(run: Run, tmp_path: Path, *, only_count: bool = False) -> str:
         rendezvous="",
         threads=1,
     )
-    planning.main(run, place, {"kind": "cpu", "only_count": only_count})
+    planning.main(run, place, {"kind": "cpu", "num_workers": 1, "only_count": only_count})
     return (tmp_path / "logs" / "plan-0.log").read_text()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from dflash_pipeline.configs.screen import Screen, duration, progress_line
 
 
@@ -39,11 +41,34 @@ def test_a_file_gets_the_first_and_the_last_line_of_a_quick_run() -> None:
     ]
 
 
-def test_a_terminal_gets_one_rewritten_line_that_gives_way_to_what_is_said() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+def test_a_wait_is_told_in_full_once_a_minute_and_kept_on_a_terminals_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "14 of 40 shards captured; waiting for runs/a"
+    lines = io.StringIO()
+    screen = Screen(lines, "capture", world=2)
+    for _ in range(3):
+        screen.waiting(text)
+    assert lines.getvalue() == f"capture: {text}\n"
+    monkeypatch.setattr("dflash_pipeline.configs.screen.WAITING_EVERY_S", 0.0)
+    screen.waiting(text)
+    assert lines.getvalue() == 2 * f"capture: {text}\n"
 
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "21")
+    screen = Screen(terminal, "capture", world=1)
+    screen.waiting(text)
+    screen.say(0, "room again")
+    begin = f"capture: {text}"[:20]
+    assert terminal.getvalue() == f"capture: {text}\n\r\x1b[K{begin}\r\x1b[Kroom again\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_one_rewritten_line_that_gives_way_to_what_is_said() -> None:
     lines = Terminal()
     screen = Screen(lines, "train", world=1)
     screen.progress(_message(1, 10, 1.0))

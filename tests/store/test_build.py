@@ -24,7 +24,7 @@ from dflash_pipeline.store.spec import ShardId
 
 
 def builder_of(plan: Any, path: Path) -> StoreBuilder:
-    return StoreBuilder(path, plan.spec, plan.layout, plan.table, plan.attributes)
+    return StoreBuilder(path, plan.spec, plan.layout, plan.table, plan.attributes, 0)
 
 
 def test_the_same_plan_gives_the_same_bytes(tiny: ModuleType, plan: Any, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_a_hundred_thousand_samples_open_quickly(tiny: ModuleType, tmp_path: Pat
     columns |= {"batch": place % in_shard // 8}
     table = build_table([f"k{i}" for i in place], columns, layout, ("all",), ("f",))
     spec, attributes = tiny.make_spec(), tiny.make_plan(3).attributes
-    with StoreBuilder(tmp_path / "hs", spec, layout, table, attributes) as builder:
+    with StoreBuilder(tmp_path / "hs", spec, layout, table, attributes, 0) as builder:
         builder.write_target(np.zeros((tiny.VOCAB, 8), np.uint16), None, {})
         ids_N, mask_N = np.zeros(4 * in_shard, np.uint32), np.ones(4 * in_shard, np.uint8)
         for shard_id in layout.shard_ids():

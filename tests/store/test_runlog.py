@@ -76,6 +76,8 @@ def test_the_status_file_follows(place: Place, monkeypatch: pytest.MonkeyPatch) 
     log.progress(2, 8, "steps")
     (status,) = find_statuses(logs)
     assert (status.state, status.done, status.total, status.rank) == ("running", 2, 8, 1)
+    RunLog(place).waiting("for room")
+    assert [(one.state, one.text) for one in find_statuses(logs)] == [("waiting", "for room")]
 
 
 def test_what_was_done_before_this_process_is_not_in_its_rate(place: Place) -> None:

@@ -16,12 +16,17 @@ import zarr
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.store import paths, stripes
-from dflash_pipeline.store.build import StoreBuilder
+from dflash_pipeline.store.build import StoreBuilder, shard_bytes
 from dflash_pipeline.store.check import verify
+from dflash_pipeline.store.commit import width
 from dflash_pipeline.store.completion import is_calibrated
+from dflash_pipeline.store.consumers import Consumer, make_rolling, write_row
 from dflash_pipeline.store.describe import describe
+from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.merge import merge
+from dflash_pipeline.store.quota import Room, fixed_bytes
 from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.release import Releases
 from dflash_pipeline.store.repair import repair
 from dflash_pipeline.store.report import render
 from dflash_pipeline.store.spec import ShardId
@@ -146,6 +151,40 @@ def test_a_damaged_shard_on_a_further_mount_is_redone_there(
     store.seal()
     assert place.read_bytes() == content
     assert verify(text, deep=True).problems == []
+
+
+def test_a_quota_counts_all_mounts_and_a_release_frees_them(
+    planned: Store, plan: Any, tiny: ModuleType
+) -> None:
+    store, before = planned, fixed_bytes(planned)
+    make_rolling(store.path, store.layout)
+    order = claim_order(plan.layout.num_shards)
+    with Leases(store.path, plan.layout, heartbeat_s=1, hung_s=60) as leases:
+        room = Room(store, leases, before + shard_bytes(*_described(store), order[0]) + 1000)
+        lease = room.claim(3)
+        assert lease is not None
+        assert room.claim(3) is None
+        lease.release()
+    tiny.capture(plan, store)
+    assert fixed_bytes(store) == before
+    used = np.ones(len(order), bool)
+    write_row(store.path, Consumer(0, "id", "/run", used))
+    # one shard is missing again: whoever captures waits for room
+    (store.path / paths.commit_file(order[-1])).unlink()
+    again = open_store(store.path)
+    assert set(Releases(again).run()) == set(order[:-1])
+    assert verify(store.path, deep=True).problems == []
+    with Leases(store.path, plan.layout, heartbeat_s=1, hung_s=60) as leases:
+        rows = (store.path / "consumers").rglob("*")
+        left = sum(file.stat().st_size for file in rows if file.is_file())
+        data = shard_bytes(*_described(store), order[-1]) - 4 * width(
+            store.spec, store.layout, order[-1].bucket
+        )
+        assert Room(again, leases, 1 << 40).used_bytes() == before + left + data
+
+
+def _described(store: Store) -> tuple[Any, Any, Any]:
+    return store.spec, store.layout, store.table
 
 
 def test_it_is_merged_with_another(

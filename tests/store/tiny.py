@@ -164,7 +164,7 @@ def build(plan: Plan, path: Path) -> Store:
     files = {"config.json": b'{"model_type": "tiny"}', "empty.txt": b""}
     with (
         plan_lock(path, wait_s=10),
-        StoreBuilder(path, plan.spec, plan.layout, plan.table, plan.attributes) as builder,
+        StoreBuilder(path, plan.spec, plan.layout, plan.table, plan.attributes, 0) as builder,
     ):
         builder.write_target(embed_VH, embed_VH[::-1], files)
         for shard_id in plan.layout.shard_ids():

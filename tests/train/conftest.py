@@ -85,7 +85,7 @@ def _build(plan: Any, path: Path) -> Store:
     )
     with (
         plan_lock(path, wait_s=10),
-        StoreBuilder(path, plan.spec, plan.layout, plan.table, plan.attributes) as builder,
+        StoreBuilder(path, plan.spec, plan.layout, plan.table, plan.attributes, 0) as builder,
     ):
         builder.write_target(embed_VH, head_VH, {"config.json": json.dumps(TARGET_CONFIG).encode()})
         for shard_id in plan.layout.shard_ids():

@@ -44,6 +44,7 @@ def feed_of(
             Group(place, 5.0),
             tmp_path / "order",
             Position(0, 0, 0),
+            print,
         )
         access = feed_access([whole_store], run.feed, print)
         arguments = (run, shape, CPU, torch.float32, poison, access, Clock(CPU))

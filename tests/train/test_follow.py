@@ -56,7 +56,7 @@ def order_of(train_run: Callable[..., Run], tmp_path: Path) -> Callable[..., Ord
         config = replace(train_run().train, **changes)
         samples = catalog([store.table], parse_stores(config.stores), config)
         group = (board or Board()).group(rank, world)
-        return Order(samples, [store], config, group, tmp_path / "order", position)
+        return Order(samples, [store], config, group, tmp_path / "order", position, print)
 
     return make
 

@@ -47,7 +47,7 @@ def test_stores_of_different_targets_are_refused_with_the_differences(
     other = Store(whole_store.path, None)
     other.spec = replace(other.spec, tokenizer_hash="other")
     with pytest.raises(UsageError, match="tokenizer_hash"):
-        check_stores(train_run(), [whole_store, other])
+        check_stores(train_run(), [whole_store, other], is_resumed=False)
 
 
 @pytest.mark.parametrize("loss", [LossConfig(kl=1.0), LossConfig(tv=1.0)])
@@ -57,4 +57,4 @@ def test_the_targets_distribution_needs_last_states(
     whole_store.spec = replace(whole_store.spec, last_mode="none")
     run = replace(train_run(), loss=loss)
     with pytest.raises(UsageError, match=r"loss\.kl is .*loss\.tv .*store\.last_mode=bf16"):
-        check_stores(run, [whole_store])
+        check_stores(run, [whole_store], is_resumed=False)

@@ -176,7 +176,7 @@ def build_store(
     ]
     with (
         plan_lock(path, wait_s=1),
-        StoreBuilder(path, spec, layout, table, attributes) as builder,
+        StoreBuilder(path, spec, layout, table, attributes, 0) as builder,
     ):
         builder.write_target(*matrices, {"config.json": json.dumps(CONFIG).encode()})
         builder.write_tokens(ShardId(0, 0), np.concatenate(ids), np.concatenate(masks))

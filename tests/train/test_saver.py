@@ -38,6 +38,10 @@ def _progress(step: int) -> Progress:
     return Progress(step, Position(0, 0, step), 0.0, 0, 0.0, 0)
 
 
+def _nothing() -> None:
+    """Nobody waits to be told."""
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Writing a checkpoint begins when it is set."""
@@ -58,7 +62,7 @@ def test_training_goes_on_while_what_was_is_written(
     wanted = {name: tensor.clone() for name, tensor in state.items()}
     saver = Saver(tmp_path, shape, 3, state)
     torch.manual_seed(5)
-    saver.save(state, _progress(1), is_best=True)
+    saver.save(state, _progress(1), True, _nothing)
     drawn = torch.rand(3)
     for tensor in state.values():
         tensor.fill_(torch.nan)
@@ -80,7 +84,7 @@ def test_a_step_is_written_once_and_may_become_the_best_later(
     state = _state(shape, 1)
     saver = Saver(tmp_path, shape, 1, state)
     for step, is_best in ((1, True), (2, False), (3, False), (3, True), (4, False)):
-        saver.save(state, _progress(step), is_best)
+        saver.save(state, _progress(step), is_best, _nothing)
     saver.close()
     # the best before went with the others
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [
@@ -88,6 +92,37 @@ def test_a_step_is_written_once_and_may_become_the_best_later(
         "step-00000004",
     ]
     assert (tmp_path / "best").readlink() == Path("step-00000003")
+
+
+def test_what_a_checkpoint_allows_is_done_once_it_is_durable_and_not_when_it_failed(
+    tmp_path: Path,
+    shape: DrafterShape,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, told = _state(shape, 1), list[int]()
+
+    def tell() -> None:
+        found = checkpoint.newest(tmp_path)
+        assert found is not None
+        told.append(checkpoint.load(found, torch.device("cpu"))[0].step)
+
+    saver = Saver(tmp_path, shape, 3, state)
+    saver.save(state, _progress(1), False, tell)
+    assert told == []
+    gate.set()
+    saver.close()
+    assert told == [1]
+
+    def full(*_arguments: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    saver = Saver(tmp_path, shape, 3, state)
+    saver.save(state, _progress(2), False, tell)
+    with pytest.raises(OSError, match="No space left"):
+        saver.close()
+    assert told == [1]
 
 
 def test_an_error_of_the_writer_reaches_the_next_call(
@@ -100,10 +135,10 @@ def test_an_error_of_the_writer_reaches_the_next_call(
     state = _state(shape, 1)
     for call in ("save", "check", "close"):
         saver = Saver(tmp_path, shape, 3, state)
-        saver.save(state, _progress(1), is_best=False)
+        saver.save(state, _progress(1), False, _nothing)
         while not saver._pending[0].done():
             time.sleep(0.01)
-        arguments = (state, _progress(2), False) if call == "save" else ()
+        arguments = (state, _progress(2), False, _nothing) if call == "save" else ()
         with pytest.raises(OSError, match="No space left"):
             getattr(saver, call)(*arguments)
     assert checkpoint.newest(tmp_path) is None
@@ -128,7 +163,8 @@ WRITER = """
     state = {f"master.{name}": tensor.detach() for name, tensor in drafter.named_parameters()}
     saver = Saver(out, drafter.shape, 2, state)
     for step in range(begin, 10_000):
-        saver.save(state, Progress(step, Position(0, 0, step), 0.0, 0, 0.0, 0), step % 3 == 0)
+        progress = Progress(step, Position(0, 0, step), 0.0, 0, 0.0, 0)
+        saver.save(state, progress, step % 3 == 0, _nothing)
         print(step, flush=True)
 """
 

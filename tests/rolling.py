@@ -1,0 +1,210 @@
+"""A capture and a training run side by side whose processes may be killed at any moment.
+
+A plain module, for tests/test_rolling.py and tests/bench/chaos.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from dflash_pipeline.capture.construction import build_store
+from dflash_pipeline.capture.model import resolve
+from dflash_pipeline.capture.samples import Conversation, Dropped
+from dflash_pipeline.configs.load import load, to_dict
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.reader import Store
+
+
+def tiny_targets() -> ModuleType:
+    """tests/capture/conftest.py: random targets and their tokenizer."""
+    path = Path(__file__).parent / "capture" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("tiny_targets", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_target(directory: Path) -> None:
+    """A random target of six layers."""
+    targets = tiny_targets()
+    targets.tiny_model("qwen3").save_pretrained(directory)
+    targets.tiny_tokenizer().save_pretrained(directory)
+
+
+def run_of(folder: Path, name: str, quota: str, **train: Any) -> Run:
+    """The preset `tiny` over `folder / target`: store and run directory are called `name`."""
+    sets = ("target.layer_ids=[0, 2]", "store.shard_bytes=30000")
+    options = {
+        "target.id": str(folder / "target"),
+        "data.files": (str(folder / "data.jsonl"),),
+        "store.path": str(folder / name),
+        "capture.quota": quota,
+        "train.out": str(folder / f"{name}-run"),
+    }
+    run = load("tiny", sets, options)
+    return replace(run, train=replace(run.train, **train))
+
+
+def plan(run: Run, num_samples: int) -> Store:
+    """The store of a run over made-up conversations, with nothing captured yet."""
+    lengths = np.random.default_rng(0).integers(4, 40, num_samples)
+    conversations = [
+        Conversation(
+            key=f"sample-{row}",
+            source=0,
+            row=row,
+            domain="chat",
+            messages=(
+                {"role": "user", "content": f"Say {row}"},
+                {"role": "assistant", "content": "abcdefghij"[row % 10] * int(length)},
+            ),
+            text="",
+            token_ids=(),
+            loss_spans=(),
+        )
+        for row, length in enumerate(lengths)
+    ]
+    dropped = Dropped(num_rows=num_samples)
+    files = resolve(run.target)
+    return build_store(run, files, "cpu", conversations, dropped, "", 1, lambda _text: None)
+
+
+class Host:
+    """Starts processes of one run; each is named by its stage and rank."""
+
+    def __init__(self, run: Run, num_capture: int) -> None:
+        self.run, self._num_capture = run, num_capture
+        script = Path(__file__).with_name("rolling_worker.py")
+        pipe = subprocess.PIPE
+        self._host = subprocess.Popen([sys.executable, str(script)], stdin=pipe, stdout=pipe)
+        self.out = Path(run.train.out)
+        self.record = self.out.with_name(f"{self.out.name}.steps")
+        self._alive: dict[str, int] = {}
+
+    def start(self, stage: str, rank: int) -> None:
+        """Start, or go on, as the same command line does."""
+        is_capture = stage == "capture"
+        log_dir = f"{self.run.store.path}.logs" if is_capture else str(self.out / "logs")
+        place = Place(
+            rank=rank,
+            world=self._num_capture if is_capture else 1,
+            device="cpu",
+            kind="cpu",
+            log_dir=log_dir,
+            stage=stage,
+            rendezvous="",
+            threads=1,
+        )
+        resume = (self.out / "run.json").exists()
+        task = {
+            "stage": stage,
+            "run": to_dict(self.run),
+            "place": asdict(place),
+            "extra": {} if is_capture else {"resume": resume},
+            "record": str(self.record),
+            "output": str(self.output(stage, rank)),
+            "ended": str(self._ended(stage, rank)),
+        }
+        assert self._host.stdin is not None
+        assert self._host.stdout is not None
+        self._host.stdin.write(json.dumps(task).encode() + b"\n")
+        self._host.stdin.flush()
+        self._alive[f"{stage}-{rank}"] = int(self._host.stdout.readline())
+
+    def output(self, stage: str, rank: int) -> Path:
+        """What a process says."""
+        return self.out.with_name(f"{self.out.name}.{stage}-{rank}.txt")
+
+    def _ended(self, stage: str, rank: int) -> Path:
+        return self.out.with_name(f"{self.out.name}.{stage}-{rank}.ended")
+
+    def is_over(self, stage: str, rank: int) -> bool:
+        """Whether it did all its work."""
+        return self._ended(stage, rank).exists()
+
+    def is_alive(self, stage: str, rank: int) -> bool:
+        process = self._alive.get(f"{stage}-{rank}")
+        return process is not None and _is_alive(process)
+
+    def kill(self, stage: str, rank: int) -> None:
+        """SIGKILL, and wait until it is gone."""
+        process = self._alive[f"{stage}-{rank}"]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        while _is_alive(process):
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        for process in self._alive.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._host.kill()
+        self._host.wait()
+        for pipe in (self._host.stdin, self._host.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _is_alive(process: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+    return False
+
+
+def trained_samples(record: Path) -> list[int]:
+    """Samples of the steps that count: one that was done again counts as it was done last."""
+    steps: dict[int, list[int]] = {}
+    for line in record.read_text().splitlines():
+        step, samples = json.loads(line)
+        steps = {before: drawn for before, drawn in steps.items() if before < step} | {
+            step: samples
+        }
+    return [sample for drawn in steps.values() for sample in drawn]
+
+
+def file_bytes(directory: Path) -> int:
+    """Bytes of all files below a directory."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(parent) / name).lstat().st_size
+    return total
+
+
+@contextlib.contextmanager
+def watched(directory: Path) -> Iterator[list[int]]:
+    """The sizes that a directory had, looked at again and again."""
+    sizes: list[int] = []
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.01):
+            sizes.append(file_bytes(directory))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield sizes
+    finally:
+        is_over.set()
+        thread.join()

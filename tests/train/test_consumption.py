@@ -1,0 +1,329 @@
+"""Training on a rolling store: what a run tells to be used, when, and whom it refuses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.shares import parse_stores
+from dflash_pipeline.configs.status import new_status, write_status
+from dflash_pipeline.store import consumers, drop
+from dflash_pipeline.store.lease import Leases
+from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.release import Releases
+from dflash_pipeline.store.table import claim_order
+from dflash_pipeline.store.writer import StoreWriter
+from dflash_pipeline.train import consumption, follow, worker
+from dflash_pipeline.train.consumption import Consumption
+from dflash_pipeline.train.follow import Draw, Order, Shard
+from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.journal import Journal, awaited
+from dflash_pipeline.train.order import Position, catalog, shard_number
+
+START = Position(0, 0, 0)
+NEW: dict[str, object] = {"resume": False}
+AGAIN: dict[str, object] = {"resume": True}
+
+
+@pytest.fixture(autouse=True)
+def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (follow, consumption):
+        monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+
+
+@pytest.fixture
+def rolling_store(growing_store: Store) -> Store:
+    """At tmp_path / hs, planned and rolling."""
+    consumers.make_rolling(growing_store.path, growing_store.layout)
+    return growing_store
+
+
+@pytest.fixture
+def order_of(
+    train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> Callable[..., tuple[Order, list[str]]]:
+    """(order, what it said) of a run in tmp_path / out at a position."""
+
+    def make(store: Store, position: Position = START, **changes: Any) -> tuple[Order, list[str]]:
+        run, said = train_run(epochs=1, **changes), list[str]()
+        samples = catalog([store.table], parse_stores(run.train.stores), run.train)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        path, group = tmp_path / "out" / "order", Group(place, 5.0)
+        return Order(samples, [store], run.train, group, path, position, said.append), said
+
+    return make
+
+
+@pytest.fixture
+def joined() -> Iterator[Callable[[Store, Order, Position], Consumption]]:
+    """A run that takes part, closed in the end."""
+    made: list[Consumption] = []
+
+    def join(store: Store, order: Order, position: Position) -> Consumption:
+        made.append(Consumption([store], order, order_directory(order), position, 0))
+        return made[-1]
+
+    yield join
+    for one in made:
+        one.close()
+
+
+def order_directory(order: Order) -> Path:
+    assert order._following is not None
+    return order._following._path.parent
+
+
+def _commit(tiny: Any, plan: Any, store: Store, num: int) -> None:
+    """Capture the next `num` shards."""
+    clipped = np.zeros(plan.spec.num_amax, np.uint32)
+    with (
+        Leases(store.path, plan.layout, heartbeat_s=1, hung_s=60) as leases,
+        StoreWriter(store, leases, depth=2) as writer,
+    ):
+        for _ in range(num):
+            lease = leases.claim(store.is_open, max_failures=3)
+            assert lease is not None
+            writer.finish(tiny.put_shard(plan, writer, lease), clipped, {}, halved=False)
+            writer.commit()
+    store.refresh()
+
+
+def _claimed(store: Store) -> list[Shard]:
+    return [(0, shard_number(i)) for i in claim_order(store.layout.num_shards)]
+
+
+def _all(order: Order) -> list[Draw]:
+    draws = []
+    while (draw := order.draw(False)) is not None:
+        draws.append(draw)
+    return draws
+
+
+def _places(draws: list[Draw]) -> list[int]:
+    return [int(place) for draw in draws for batch in draw.batches for place in batch]
+
+
+def test_half_of_what_is_there_is_trained_and_counts_as_used_after_its_last_step(
+    tiny: Any, train_plan: Any, rolling_store: Store, order_of: Callable[..., Any]
+) -> None:
+    store, claimed = rolling_store, _claimed(rolling_store)
+    _commit(tiny, train_plan, store, len(claimed) - 1)
+    order, _ = order_of(store, batch_anchors=6)
+    assert order.used(START) == set()
+    draws = [order.draw(False)]
+    assert draws[0] is not None
+    while order.used(draws[-1].after) == set():
+        draws.append(order.draw(False))
+    half = -(-(len(claimed) - 1) // 2)
+    assert len(draws) > 1
+    assert order.used(draws[-1].after) == set(claimed[:half])
+    assert draws[-1].after.segment == 0
+    draws += _all(order)
+    _commit(tiny, train_plan, store, 1)
+    store.seal()
+    draws += _all(order)
+    assert sorted(_places(draws)) == list(range(len(order._samples)))
+    assert order.used(draws[-1].after) == set(claimed)
+
+
+def test_a_resumed_run_draws_what_it_drew_though_shards_are_released(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    order_of: Callable[..., Any],
+    joined: Callable[..., Consumption],
+) -> None:
+    store = rolling_store
+    _commit(tiny, train_plan, store, len(_claimed(store)) - 1)
+    order, _ = order_of(store, batch_anchors=6)
+    draws = _all(order)
+    begin = next(n for n, draw in enumerate(draws) if draw.after.segment == 1)
+    part = joined(store, order, START)
+    # not a step earlier: the last of a segment is what covers its shards
+    part.telling(draws[begin - 2].after)()
+    store.refresh()
+    assert store.num_released == 0
+    part.telling(draws[begin - 1].after)()
+    store.refresh()
+    assert store.num_released == len(order.used(draws[begin - 1].after)) > 0
+    part.close()
+    reopened = open_store(store.path)
+    for start in (begin, begin + 1):
+        position = draws[start - 1].after
+        again, _ = order_of(reopened, position, batch_anchors=6)
+        rest = _all(again)
+        assert _places(rest) == _places(draws[start:])
+        assert [draw.after for draw in rest] == [draw.after for draw in draws[start:]]
+        joined(reopened, again, position).close()
+    # a checkpoint that lies before what was released cannot be gone on from
+    again, _ = order_of(reopened, START, batch_anchors=6)
+    with pytest.raises(UsageError, match=r"has not trained on \d+ shards .* that were released"):
+        joined(reopened, again, START)
+
+
+def test_less_than_a_step_is_trained_only_when_no_more_comes_and_it_is_said(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    order_of: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _commit(tiny, train_plan, rolling_store, 1)
+    order, said = order_of(rolling_store, accumulate=50)
+    assert order.draw(False) is None
+    assert said == []
+    monkeypatch.setattr(follow, "_STALLED_S", 0.05)
+    time.sleep(0.1)
+    draw = order.draw(False)
+    assert draw is not None
+    assert order.used(draw.after) == set(_claimed(rolling_store)[:1])
+    assert "1 shards hold less than a whole step" in said[0]
+
+
+def test_an_ordinary_store_never_counts_as_stalled(
+    tiny: Any,
+    train_plan: Any,
+    growing_store: Store,
+    order_of: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follow, "_STALLED_S", 0.01)
+    _commit(tiny, train_plan, growing_store, 1)
+    order, said = order_of(growing_store, accumulate=50)
+    for _ in range(3):
+        assert order.draw(False) is None
+        time.sleep(0.02)
+    assert said == []
+
+
+def test_a_run_that_was_dropped_ends_and_may_come_back_while_nothing_it_needs_is_gone(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    order_of: Callable[..., Any],
+    joined: Callable[..., Consumption],
+) -> None:
+    store = rolling_store
+    _commit(tiny, train_plan, store, 3)
+    order, _ = order_of(store)
+    draws = _all(order)
+    part = joined(store, order, START)
+    (row,) = consumers.consumers(store.path, store.layout)
+    assert row.name == str(order_directory(order))
+    drop.drop(store.path, store.layout, row.name)
+    with pytest.raises(ValueError, match=r"was dropped from .*--resume goes on if none"):
+        part.telling(draws[-1].after)()
+    part.close()
+    part = joined(store, order, START)
+    part.leave()
+    assert consumers.consumers(store.path, store.layout) == []
+
+
+def test_of_two_runs_the_slower_one_decides(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    order_of: Callable[..., Any],
+    joined: Callable[..., Consumption],
+) -> None:
+    store = rolling_store
+    _commit(tiny, train_plan, store, 3)
+    order, _ = order_of(store)
+    draws = _all(order)
+    part = joined(store, order, START)
+    other = consumers.Consumer(7, "other", "/other", np.zeros(len(_claimed(store)), bool))
+    consumers.write_row(store.path, other)
+    part.telling(draws[-1].after)()
+    store.refresh()
+    assert store.num_released == 0
+    assert part.has_used(0, claim_order(store.layout.num_shards)[0])
+    consumers.write_row(store.path, replace(other, used=np.ones(len(other.used), bool)))
+    Releases(store).run()
+    assert store.num_released == len(order.used(draws[-1].after))
+
+
+def test_a_store_under_a_quota_is_trained_on_once_by_runs_that_were_there_in_time(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+) -> None:
+    store = rolling_store
+    _commit(tiny, train_plan, store, 2)
+    with pytest.raises(UsageError, match=r"train.epochs is 4 where it must be 1; give --epochs 1"):
+        worker.main(train_run(), place, NEW)
+    first = claim_order(store.layout.num_shards)[0]
+    used = np.array([shard_id == first for shard_id in store.layout.shard_ids()])
+    consumers.write_row(store.path, consumers.Consumer(0, "other", "/other", used))
+    Releases(store).run()
+    with pytest.raises(UsageError, match=r"1 of \d+ shards of .* were released.*--resume"):
+        worker.main(train_run(epochs=1), place, NEW)
+
+
+def test_a_run_killed_before_its_checkpoint_has_used_nothing_and_goes_on(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = rolling_store
+    _commit(tiny, train_plan, store, 3)
+    run = train_run(epochs=1, max_steps=50)
+    note = Journal.note
+
+    def dies(self: Journal, step: int, draw: Draw) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", dies)
+        with pytest.raises(MemoryError):
+            worker.main(run, place, NEW)
+    (row,) = consumers.consumers(store.path, store.layout)
+    assert not row.used.any()
+    assert consumers.presence_text(store.path, row) == "not running"
+
+    def captures(self: Journal) -> None:
+        # what the capture does once there is room
+        store.refresh()
+        if store.num_released and not store.is_complete:
+            _commit(tiny, train_plan, store, sum(store.layout.num_shards) - 3)
+            store.seal()
+
+    steps: dict[int, Draw] = {}
+
+    def noted(self: Journal, step: int, draw: Draw) -> None:
+        steps[step] = draw
+        note(self, step, draw)
+
+    monkeypatch.setattr(Journal, "waiting", captures)
+    monkeypatch.setattr(Journal, "note", noted)
+    worker.main(run, place, AGAIN)
+    assert store.num_released == 3
+    samples = catalog([store.table], parse_stores(run.train.stores), run.train)
+    assert sorted(_places(list(steps.values()))) == list(range(len(samples)))
+    # nobody waits for a run that is over
+    assert consumers.consumers(store.path, store.layout) == []
+
+
+def test_who_waits_for_shards_is_told_whether_a_capture_runs(rolling_store: Store) -> None:
+    store = rolling_store
+    num_shards = len(store.layout.shard_ids())
+    text = f"{store.path} has 0 of {num_shards}, "
+    assert awaited([store]) == f"{text}no capture runs (its command goes on with it)"
+    status = new_status("capture", 0, "cpu")
+    for state in ("running", "waiting"):
+        status.state = state
+        write_status(f"{store.path}.logs", status)
+        assert awaited([store]) == f"{text}its capture is {state}"
