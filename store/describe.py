@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import itertools
 import json
 import os
 import time
@@ -17,7 +17,7 @@ import numpy as np
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.store import durable, paths, stripes
-from dflash_pipeline.store.commit import COMMITTED, RELEASED
+from dflash_pipeline.store.commit import COMMITTED, RELEASED, Commit
 from dflash_pipeline.store.consumers import consumers, presence_text
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.report import render
@@ -25,6 +25,8 @@ from dflash_pipeline.store.snippet import snippet
 from dflash_pipeline.store.spec import SAMPLE_STATES, ShardId
 from dflash_pipeline.store.table import HELD_OUT
 from dflash_pipeline.store.text import decoder_of
+
+Records = dict[ShardId, Commit]
 
 _SHOWN_TOKENS = 48
 
@@ -45,7 +47,7 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
             raise
         problems.append(str(error))
         return found
-    table, layout = store.table, store.layout
+    table, layout, records = store.table, store.layout, _records(store)
     is_held_out = table.split == HELD_OUT
     found |= {
         "identity": store.spec.to_dict(),
@@ -69,9 +71,9 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
             for code, reason in enumerate(SAMPLE_STATES)
             if code and (store.state_N == code).any()
         },
-        "buckets": [_bucket(store, bucket) for bucket in range(len(layout.num_shards))],
+        "buckets": _buckets(store, records),
         "lengths": _histogram(table.num_tokens),
-        "layers": _layers(store),
+        "layers": _layers(store, records),
         "calibration": dict(store.calibration.report),
         "consumers": _consumers(store, problems),
         "leftovers": _leftovers(store),
@@ -79,16 +81,26 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
         "snippet": snippet(str(root), store.spec.hidden_mode),
     }
     found["total"] = _total(store, found["buckets"])
-    found["progress"] = _progress(store, found["total"])
+    found["progress"] = _progress(store, records, found["total"])
     found["sample"] = _sample(store, _named(store, sample), problems)
     return found
 
 
 def describe_progress(store: Store) -> dict[str, Any]:
     """The part of it that changes while a store grows."""
-    buckets = [_bucket(store, bucket) for bucket in range(len(store.layout.num_shards))]
-    total = _total(store, buckets)
-    return {"state": _state(store), "total": total, "progress": _progress(store, total)}
+    records = _records(store)
+    total = _total(store, _buckets(store, records))
+    return {"state": _state(store), "total": total, "progress": _progress(store, records, total)}
+
+
+def _records(store: Store) -> Records:
+    """The record of each committed shard: unpacked once, there may be tens of thousands."""
+    found = ((i, store.commit_of(i)) for i in store.layout.shard_ids())
+    return {i: record for i, record in found if record is not None}
+
+
+def _buckets(store: Store, records: Records) -> list[dict[str, Any]]:
+    return [_bucket(store, records, bucket) for bucket in range(len(store.layout.num_shards))]
 
 
 def _named(store: Store, sample: str) -> int | None:
@@ -116,24 +128,24 @@ def _state(store: Store) -> str:
     return "complete, not sealed" if store.is_complete else "growing"
 
 
-def _bucket(store: Store, bucket: int) -> dict[str, Any]:
+def _bucket(store: Store, records: Records, bucket: int) -> dict[str, Any]:
     table, num_shards = store.table, store.layout.num_shards[bucket]
     is_here = table.bucket == bucket
     shard_ids = [ShardId(bucket, shard) for shard in range(num_shards)]
-    records = [record for i in shard_ids if (record := store.commit_of(i)) is not None]
-    rows = sum(record.rows for record in records)
-    data = sum(record.hidden_bytes + record.last_bytes for record in records)
-    released = [record for record in records if record.state == RELEASED]
+    mine = [records[i] for i in shard_ids if i in records]
+    rows = sum(record.rows for record in mine)
+    data = sum(record.hidden_bytes + record.last_bytes for record in mine)
+    released = [record for record in mine if record.state == RELEASED]
     return {
         "bucket": bucket,
         "max_len": store.layout.bucket_bounds[bucket],
         "samples": int(is_here.sum()),
         "tokens": int(table.num_tokens[is_here].sum()),
         "shards": num_shards,
-        "committed_shards": len(records),
+        "committed_shards": len(mine),
         "released_shards": len(released),
         "committed_tokens": rows,
-        "fill": rows / max(1, len(records) * store.layout.rows_per_shard),
+        "fill": rows / max(1, len(mine) * store.layout.rows_per_shard),
         "bytes": data,
         "released_bytes": sum(record.hidden_bytes + record.last_bytes for record in released),
         "bytes_per_token": data / max(1, rows),
@@ -152,15 +164,16 @@ def _total(store: Store, buckets: list[dict[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def _progress(store: Store, total: Mapping[str, Any]) -> dict[str, Any]:
+def _progress(store: Store, records: Records, total: Mapping[str, Any]) -> dict[str, Any]:
     """Rate and time left, from when the commit records appeared."""
     times: list[tuple[float, int]] = []
-    for shard_id in store.layout.shard_ids():
-        record = store.commit_of(shard_id)
-        file = store.path / paths.commit_file(shard_id)
+    for shard_id, record in records.items():
         # a release writes the record anew
-        if record is not None and record.state == COMMITTED and file.exists():
-            times.append((file.stat().st_mtime, record.rows))
+        if record.state == COMMITTED:
+            # a record of the seal alone has no time
+            with contextlib.suppress(OSError):
+                file = f"{store.path}/{paths.commit_file(shard_id)}"
+                times.append((os.stat(file).st_mtime, record.rows))
     left = total["tokens"] - total["committed_tokens"]
     times.sort()
     # the first record's own duration is unknown, so its rows do not count
@@ -182,15 +195,13 @@ def _histogram(length_N: Any) -> list[dict[str, int]]:
     ]
 
 
-def _layers(store: Store) -> list[dict[str, Any]]:
+def _layers(store: Store, records: Records) -> list[dict[str, Any]]:
     """Largest value and number of clipped ones of each layer, over all committed shards."""
     names = [*(str(i) for i in store.spec.layer_ids), *(["last"] if store.spec.has_last else [])]
     amax, clipped = np.zeros(len(names), np.float32), np.zeros(len(names), np.int64)
-    for shard_id in store.layout.shard_ids():
-        record = store.commit_of(shard_id)
-        if record is not None:
-            amax = np.maximum(amax, record.amax)
-            clipped += record.clipped
+    for record in records.values():
+        amax = np.maximum(amax, record.amax)
+        clipped += record.clipped
     return [
         {"layer": name, "amax": float(peak), "clipped": int(count)}
         for name, peak, count in zip(names, amax, clipped, strict=True)
@@ -216,10 +227,8 @@ def _consumers(store: Store, problems: list[str]) -> list[dict[str, Any]]:
 
 def _leftovers(store: Store) -> list[str]:
     """Files of interrupted captures: no harm, they go at the next start."""
-    found = []
     tops = (store.path, *stripes.mounts_of(store.path, store.layout))
-    for directory, _, names in itertools.chain.from_iterable(map(os.walk, tops)):
-        found += [str(Path(directory) / name) for name in names if durable.is_temporary(name)]
+    found = [name for top in tops for name in durable.temporaries_below(top)]
     return sorted(found)
 
 

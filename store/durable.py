@@ -33,6 +33,23 @@ def temporaries(directory: Path) -> list[Path]:
         return []
 
 
+def temporaries_below(directory: str | Path) -> list[str]:
+    """The same in all folders below, links not followed. A store has tens of thousands of them."""
+    found, folders = [], [str(directory)]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif is_temporary(entry.name):
+                        found.append(entry.path)
+        except OSError:
+            # removed meanwhile, or not ours to read
+            continue
+    return found
+
+
 def is_temporary(name: str) -> bool:
     """Whether `temporary_name` gave this name."""
     return name.startswith(".") and name.endswith(".tmp")

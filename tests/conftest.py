@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +35,58 @@ def _own_torch_threads() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+def _first_changed(**changes: object) -> Callable[[dict[str, Any]], object]:
+    """The header with other values for the first tensor."""
+
+    def change(header: dict[str, Any]) -> object:
+        name = next(name for name in header if name != "__metadata__")
+        return header | {name: header[name] | changes}
+
+    return change
+
+
+def _second_on_first(header: dict[str, Any]) -> object:
+    """Two tensors over the same bytes."""
+    one, two = [name for name in header if name != "__metadata__"][:2]
+    return header | {two: header[one]}
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "ends beyond the file": _first_changed(data_offsets=[0, 1 << 60]),
+    "begins before it": _first_changed(data_offsets=[-8, 8]),
+    "ends before it begins": _first_changed(data_offsets=[64, 0]),
+    "a shape of any size": _first_changed(shape=[1 << 40, 1 << 40]),
+    "a negative shape": _first_changed(shape=[-1, 4]),
+    "a shape of text": _first_changed(shape="16"),
+    "an unknown type": _first_changed(dtype="F4096"),
+    "offsets of text": _first_changed(data_offsets=["a", "b"]),
+    "no offsets": _first_changed(data_offsets=None),
+    "the same bytes twice": _second_on_first,
+    "a list": lambda header: list(header),
+    "an entry that is none": lambda header: header | {"x": 7},
+}
+
+
+@pytest.fixture
+def hostile_files(tmp_path: Path) -> Callable[[Path], dict[str, Path]]:
+    """Of a sound safetensors file, copies that claim what is not so, by what they claim."""
+
+    def craft(sound: Path) -> dict[str, Path]:
+        content = sound.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header, body = json.loads(content[8:end]), content[end:]
+        headers = {name: json.dumps(change(header)).encode() for name, change in HOSTILE.items()}
+        headers["nested without end"] = b"[" * 200_000
+        made = {
+            name: len(text).to_bytes(8, "little") + text + body for name, text in headers.items()
+        }
+        made["a header longer than the file"] = (1 << 62).to_bytes(8, "little") + content[8:]
+        files = {}
+        for number, (name, crafted) in enumerate(made.items()):
+            files[name] = tmp_path / f"hostile-{number}.safetensors"
+            files[name].write_bytes(crafted)
+        return files
+
+    return craft

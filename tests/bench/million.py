@@ -5,9 +5,10 @@
 Writes a sealed store of the shape of Qwen3-8B into DIR (int4 features of 5 layers and int8 `last`,
 6 length buckets, 19 to 3,072 tokens a sample, shards of about 1 GiB) and removes it at the end.
 Plan, tokens and commit records are real; the files of rows have their size and no content, as
-neither command reads them but for one sample. Each figure is of a process of its own; the time is
-without its imports, the peak of its resident memory with them. Writes million.json into $OUT where
-that is set, and ends with 1 when a bound is missed: 2 s and 300 MB to open, 5 s to inspect.
+neither command reads them but for one sample. Each figure is of a process of its own; wall and
+processor time are without its imports, the peak of its resident memory is with them. Writes
+million.json into $OUT where that is set, and ends with 1 when a bound is missed: 2 s and 300 MB to
+open, 5 s to inspect.
 """
 
 from __future__ import annotations
@@ -43,21 +44,23 @@ OPEN_S, OPEN_BYTES, INSPECT_S = 2.0, 300e6, 5.0
 OPEN = """
 import sys, time
 from dflash_pipeline.store.reader import open_store
-begin = time.perf_counter()
+begin, used = time.perf_counter(), time.process_time()
 store = open_store(sys.argv[1])
 assert store.is_complete and len(store.table) == int(sys.argv[2])
-wall = time.perf_counter() - begin
-print(wall, *[1024 * int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line])
+wall, cpu = time.perf_counter() - begin, time.process_time() - used
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(wall, cpu, 1024 * int(peak.split()[1]))
 """
 INSPECT = """
 import contextlib, io, sys, time
 from dflash_pipeline.store.describe import main
-begin = time.perf_counter()
+begin, used = time.perf_counter(), time.process_time()
 with contextlib.redirect_stdout(io.StringIO()) as out:
     main(None, None, {"path": sys.argv[1], "json": False, "sample": ""})
-wall = time.perf_counter() - begin
+wall, cpu = time.perf_counter() - begin, time.process_time() - used
 assert "sealed" in out.getvalue()
-print(wall, *[1024 * int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line])
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(wall, cpu, 1024 * int(peak.split()[1]))
 """
 
 
@@ -185,14 +188,18 @@ def write_store(path: Path, num_samples: int) -> Store:
 
 
 def measured(script: str, store: Store, num_rounds: int) -> dict[str, float]:
-    """Median wall time and largest memory over processes of their own."""
+    """Median wall and processor time and largest memory over processes of their own."""
     command = [sys.executable, "-c", script, str(store.path), str(len(store.table))]
     runs = []
     for _ in range(num_rounds):
         ended = subprocess.run(command, capture_output=True, text=True, check=True)
         runs.append(tuple(map(float, ended.stdout.split())))
-    walls, sizes = zip(*runs, strict=True)
-    return {"wall_s": round(statistics.median(walls), 3), "peak_mb": round(max(sizes) / 1e6, 1)}
+    walls, cpus, sizes = zip(*runs, strict=True)
+    return {
+        "wall_s": round(statistics.median(walls), 3),
+        "cpu_s": round(statistics.median(cpus), 3),
+        "peak_mb": round(max(sizes) / 1e6, 1),
+    }
 
 
 def main() -> int:

@@ -181,6 +181,17 @@ def test_weights_that_are_not_whole_are_refused_by_their_headers(
     assert "\n" not in str(caught.value)
 
 
+def test_weights_that_claim_what_is_not_so_are_refused_by_their_headers(
+    copy: Path, hostile_files: Callable[[Path], dict[str, Path]]
+) -> None:
+    weights = copy / "model.safetensors"
+    for claim, file in hostile_files(weights).items():
+        shutil.copyfile(file, weights)
+        with pytest.raises(UsageError, match=r"model\.safetensors is damaged or no") as caught:
+            _files(copy).check_weights()
+        assert "\n" not in str(caught.value), claim
+
+
 @pytest.mark.parametrize(
     ("index", "message"),
     [

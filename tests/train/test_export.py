@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -305,6 +307,18 @@ def test_a_damaged_file_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(ValueError, match=r"model.safetensors is missing"):
         read_checkpoint(path)
+
+
+def test_a_file_that_claims_what_is_not_so_is_refused_in_one_line(
+    tmp_path: Path, hostile_files: Callable[[Path], dict[str, Path]]
+) -> None:
+    path = _written(tmp_path)
+    weights = path / "model.safetensors"
+    for claim, file in hostile_files(weights).items():
+        shutil.copyfile(file, weights)
+        with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+            read_checkpoint(path)
+        assert "\n" not in str(caught.value), claim
 
 
 def test_shards_and_a_model_prefix_are_read(tmp_path: Path) -> None:
