@@ -40,9 +40,10 @@ class Saver:
         """
         self._out, self._shape, self._keep = out, shape, keep
         self._trained_on = trained_on
-        self._copy = _HostCopy(state)
         self._saved_step = -1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # pinning gigabytes takes seconds, and the first checkpoint is far
+        self._made = self._thread.submit(_HostCopy, state)
         self._pending: deque[Future[None]] = deque()
         # what a killed run had begun to write or to remove
         for left in out.glob(".*step-*"):
@@ -66,10 +67,12 @@ class Saver:
         self.check()
         if progress.step != self._saved_step:
             self._wait()
-            self._copy.take(dict(state))
+            copy = self._made.result()
+            copy.take(state)
             rng = torch.get_rng_state()
             self._saved_step = progress.step
-            self._pending.append(self._thread.submit(self._write, progress, rng, told))
+            job = self._thread.submit(self._write, copy, progress, rng, told)
+            self._pending.append(job)
         if is_best:
             self._pending.append(self._thread.submit(self._point_best, progress.step))
 
@@ -87,8 +90,10 @@ class Saver:
         while self._pending:
             self._pending.popleft().result()
 
-    def _write(self, progress: Progress, rng: Tensor, told: Callable[[], None]) -> None:
-        state = {**self._copy.tensors, "rng": rng}
+    def _write(
+        self, copy: _HostCopy, progress: Progress, rng: Tensor, told: Callable[[], None]
+    ) -> None:
+        state = copy.tensors | {"rng": rng}
         checkpoint.save(self._out, self._shape, state, progress, self._trained_on)
         checkpoint.prune(self._out, self._keep)
         told()
@@ -108,8 +113,9 @@ class _HostCopy:
         for name, tensor in tensors.items():
             starts[name] = size
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        # one block: torch rounds each pinned one up to a power of two
-        block = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+        # one block: torch rounds each pinned one up to a power of two. Zeros: the system hands out
+        # memory when it is first written, which is slower than the copy itself
+        block = torch.zeros(size, dtype=torch.uint8, pin_memory=self._is_cuda)
         self.tensors = {
             name: block[starts[name] : starts[name] + tensor.nbytes]
             .view(tensor.dtype)

@@ -149,7 +149,9 @@ def test_a_killed_run_goes_on_bit_by_bit(
     assert [record["step"] for record in records if "loss" in record] == [3, 6, 9, 12]
 
 
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on_bit_by_bit(
+    kind: signal.Signals,
     whole_store: Store,
     train_run: Callable[..., Run],
     place: Place,
@@ -163,7 +165,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on_bit_by_bit(
     def signals(self: Journal, step: int, draw: Draw) -> None:
         before(self, step, draw)
         if step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), kind)
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "note", signals)
