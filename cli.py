@@ -448,28 +448,32 @@ def merge(out: str, stores: tuple[str, ...], fast: bool) -> int:
     help="Of a store captured with --quota: wait for this training run no longer.",
 )
 def show_status(directory: str, as_json: bool, drop: str) -> int:
-    """Say what the processes of a run, store or answer file do, or how they ended."""
+    """Say what the processes of a run, sweep, store or answer file do, or how they ended."""
     if drop:
         return _drop(directory, drop)
-    found = status.find_statuses(Path(directory).resolve())
+    found = status.find_runs(Path(directory).resolve())
     if not found:
         raise UsageError(f"{directory}: no run has left its status here or in {directory}.logs")
     if as_json:
-        listed = [{**asdict(one), "alive": one.is_alive, "rate": one.rate} for one in found]
+        listed = [
+            {"variant": variant, **asdict(one), "alive": one.is_alive, "rate": one.rate}
+            for variant, one in found
+        ]
         click.echo(json.dumps(listed, indent=1))
         return 0
-    for one in found:
+    for variant, one in found:
         is_lost = one.state in status.ACTIVE and not one.is_alive
         state = f"dead, was {one.state}" if is_lost else one.state
         age = duration(max(0.0, time.time() - one.time))
-        click.echo(f"{one.stage}-{one.rank}  {state}  {one.host}:{one.pid}  {age} ago")
+        name = f"{variant}/{one.stage}" if variant else one.stage
+        click.echo(f"{name}-{one.rank}  {state}  {one.host}:{one.pid}  {age} ago")
         if one.unit:
             click.echo(f"  {progress_line(one.stage, {**asdict(one), 'rate': one.rate})}")
         if one.error or one.text:
             click.echo(f"  {one.error or one.text}")
     for told in _consumers(Path(directory)):
         click.echo(told)
-    if all(one.state == "done" for one in found):
+    if all(one.state == "done" for _, one in found):
         click.echo("all of them are done")
     else:
         click.echo("to go on, run the same command again (train: with --resume)")

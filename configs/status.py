@@ -131,6 +131,15 @@ def find_statuses(directory: Path) -> list[Status]:
     return sorted(found, key=lambda status: (status.stage, status.rank))
 
 
+def find_runs(directory: Path) -> list[tuple[str, Status]]:
+    """The statuses of a run, each with ""; of a sweep's variants, each with the variant's name."""
+    own = find_statuses(directory)
+    if own or not directory.is_dir():
+        return [("", status) for status in own]
+    variants = sorted(path for path in directory.iterdir() if (path / "logs").is_dir())
+    return [(path.name, status) for path in variants for status in find_statuses(path)]
+
+
 def forget_ended(log_dir: str, stage: str) -> None:
     """Remove what ended processes of a stage left; an earlier run may have had more of them."""
     for path in Path(log_dir).glob(f"{stage}-*.status.json"):

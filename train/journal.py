@@ -106,6 +106,7 @@ class Journal:
         self, step: int, lr: float, metrics: Metrics, optimizer: Optimizer, feed: Feed
     ) -> None:
         """Say how the steps since the last line went. ValueError after too many bad steps."""
+        self._clock.stage_now = "log line"
         counts = feed.take_counts()
         device = metrics.sums.device
         host_sums = torch.tensor(

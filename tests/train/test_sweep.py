@@ -55,6 +55,10 @@ def test_each_variant_is_trained_or_named(
     shapes = {name: read_checkpoint(tmp_path / "out" / name).shape for name in ("shallow", "short")}
     assert (shapes["shallow"].num_layers, shapes["shallow"].block_size) == (1, 4)
     assert (shapes["short"].num_layers, shapes["short"].block_size) == (2, 3)
+    assert cli.dflash.main(["status", "out"], standalone_mode=False) == 0
+    told = capfd.readouterr().out
+    assert "odd/train-0  failed" in told
+    assert "short/train-0  done" in told
     found = json.loads(Path("out/sweep.json").read_text())
     assert [(one["name"], one["steps"]) for one in found] == [
         ("shallow", 4),
