@@ -388,6 +388,9 @@ class TrainConfig:
     """Batches a rank adds up before an optimizer step."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type; masters are fp32. auto: bf16 on CUDA, fp32 on a CPU."""
+    compile: bool = True
+    """On CUDA: pad batches to one shape of drafted rows and compile the drafter for it. off:
+    batches as they are, nothing compiled. On a CPU always off."""
     seed: int = 0
     """Seed of weights, order, anchors and noise."""
     noise_std: float = 0.0

@@ -29,6 +29,7 @@ from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Blocks, Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.follow import Draw, Order
+from dflash_pipeline.train.forward import is_compiled
 from dflash_pipeline.train.loss import Teacher
 from dflash_pipeline.train.order import Catalog
 from dflash_pipeline.train.ring import Ring, Sizes, Slot
@@ -130,9 +131,8 @@ class Feed:
         self._weight_S = slot_weights(shape.block_size, run.loss.gamma)
         self._shape, self._wants_last = shape, run.loss.needs_last
         first = stores[0]
-        sizes = Sizes.of(
-            run.train, first.spec, shape, self._wants_last, padded=device.type == "cuda"
-        )
+        padded = is_compiled(run.train, device)
+        sizes = Sizes.of(run.train, first.spec, shape, self._wants_last, padded=padded)
         # stores of one identity have one calibration
         hidden = StoredRows.hidden(first, shape.layer_ids, device)
         last = StoredRows.last(first, device) if self._wants_last else None

@@ -13,7 +13,6 @@ G key/value heads, D width of a head.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ TILE = 128
 _GROUP_BLOCKS = 16
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+FlexAttention = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +125,6 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def attention(visibility: Visibility, layer_types: Iterable[str]) -> Attend:
-    """FlexAttention over the block mask on CUDA, groups of blocks elsewhere."""
-    kinds = set(layer_types)
-    if visibility.anchor_A.is_cuda:
-        return flex_attend({kind: visibility.block_mask(kind) for kind in kinds})
-    return grouped_attend(visibility, kinds)
-
-
 def dense_attend(mask_by_type: dict[str, Tensor]) -> Attend:
     """The plain way: every row against every key. What the other two must equal."""
 
@@ -155,12 +147,15 @@ def dense_attend(mask_by_type: dict[str, Tensor]) -> Attend:
 
 
 def grouped_attend(visibility: Visibility, layer_types: Iterable[str]) -> Attend:
-    """The CPU's way: neighbouring blocks against the context between their documents' starts and
+    """The eager way: neighbouring blocks against the context between their documents' starts and
     their last anchor; packed documents then cost what they cost alone."""
-    groups = [
-        _group(visibility, first, set(layer_types))
-        for first in range(0, len(visibility.anchor_A), _GROUP_BLOCKS)
-    ]
+    # one wait for the device, not two a group
+    starts, anchors = visibility.start_A.tolist(), visibility.anchor_A.tolist()
+    groups = []
+    for first in range(0, len(anchors), _GROUP_BLOCKS):
+        blocks = slice(first, first + _GROUP_BLOCKS)
+        context = slice(min(starts[blocks]), max(*anchors[blocks], *starts[blocks]))
+        groups.append(_group(visibility, first, context, set(layer_types)))
 
     def attend(
         layer_type: str,
@@ -185,16 +180,16 @@ def grouped_attend(visibility: Visibility, layer_types: Iterable[str]) -> Attend
 
 
 def _group(
-    visibility: Visibility, first: int, layer_types: set[str]
+    visibility: Visibility, first: int, context: slice, layer_types: set[str]
 ) -> tuple[slice, slice, dict[str, Tensor]]:
     """Rows of a group of blocks, the context that any of them may see, and its masks."""
-    blocks = slice(first, first + _GROUP_BLOCKS)
-    start_A, anchor_A = visibility.start_A[blocks], visibility.anchor_A[blocks]
-    rows = slice(first * visibility.block_size, (first + len(anchor_A)) * visibility.block_size)
-    context = slice(int(start_A.min()), max(int(anchor_A.max()), int(start_A.min())))
-    row = torch.arange(rows.start, rows.stop)
-    key = torch.cat((row, torch.arange(context.start, context.stop) + visibility.num_rows))
-    none = torch.zeros((), dtype=torch.int64)
+    device = visibility.anchor_A.device
+    end = min(first + _GROUP_BLOCKS, len(visibility.anchor_A))
+    rows = slice(first * visibility.block_size, end * visibility.block_size)
+    row = torch.arange(rows.start, rows.stop, device=device)
+    seen = torch.arange(context.start, context.stop, device=device)
+    key = torch.cat((row, seen + visibility.num_rows))
+    none = torch.zeros((), dtype=torch.int64, device=device)
     masks = {
         layer_type: visibility.rule(layer_type)(none, none, row[:, None], key[None])
         for layer_type in layer_types
@@ -202,8 +197,9 @@ def _group(
     return rows, context, masks
 
 
-def flex_attend(mask_by_type: dict[str, flex.BlockMask]) -> Attend:
-    """The fast way: compiled once, tiles that nobody sees are never read."""
+def flex_attend(mask_by_type: dict[str, flex.BlockMask], attention: FlexAttention) -> Attend:
+    """The fast way, where `attention` is FlexAttention under a compiler: tiles that nobody sees
+    are never read."""
 
     def attend(
         layer_type: str,
@@ -213,26 +209,19 @@ def flex_attend(mask_by_type: dict[str, flex.BlockMask]) -> Attend:
         block_key_QGD: Tensor,
         block_value_QGD: Tensor,
     ) -> Tensor:
-        mixed: Tensor = _compiled_flex()(
+        mixed: Tensor = attention(
             query_QED.transpose(0, 1)[None],
             torch.cat((block_key_QGD, context_key_NGD)).transpose(0, 1)[None],
             torch.cat((block_value_QGD, context_value_NGD)).transpose(0, 1)[None],
             block_mask=mask_by_type[layer_type],
             enable_gqa=True,
-            kernel_options=_kernel_options(),
+            kernel_options=_KERNEL_OPTIONS,
         )
         return mixed[0].transpose(0, 1)
 
     return attend
 
 
-@functools.cache
-def _compiled_flex() -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=True)
-    return compiled
-
-
-@functools.cache
 def _kernel_options() -> dict[str, Any]:
     # unforced, short batches may pick a kernel that has no configuration for them. Not set, though
     # every row sees itself: ROWS_GUARANTEED_SAFE. Part of an own tile is hidden from most of its
@@ -241,3 +230,6 @@ def _kernel_options() -> dict[str, Any]:
     if known is not None and "BACKEND" in known.__annotations__:
         return {"BACKEND": "TRITON"}
     return {}
+
+
+_KERNEL_OPTIONS = _kernel_options()

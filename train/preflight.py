@@ -22,6 +22,7 @@ from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import read_checkpoint, write_zlab
 from dflash_pipeline.train.feed import Batch
+from dflash_pipeline.train.forward import EagerForward
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loss import Teacher, teacher_spans
@@ -80,12 +81,12 @@ def _check_rolling(run: Run, store: Store, is_resumed: bool) -> None:
         )
 
 
-def check_device(shape: DrafterShape, place: Place) -> None:
+def check_device(run: Run, shape: DrafterShape, place: Place) -> None:
     """UsageError for a drafter that FlexAttention has no kernel for."""
-    if place.kind == "cuda" and shape.head_dim < _MIN_HEAD_DIM:
+    if run.train.compile and place.kind == "cuda" and shape.head_dim < _MIN_HEAD_DIM:
         raise UsageError(
-            f"the drafter's heads are {shape.head_dim} wide, attention on CUDA needs at least "
-            f"{_MIN_HEAD_DIM}: set drafter.head_dim, or train with --gpus cpu"
+            f"the drafter's heads are {shape.head_dim} wide, compiled attention needs at least "
+            f"{_MIN_HEAD_DIM}: set drafter.head_dim, or train.compile = off"
         )
 
 
@@ -104,7 +105,7 @@ def rehearse(run: Run, shape: DrafterShape, place: Place) -> None:
     batch = _batch(run, twin, generator)
     Noise(run.train, 0, torch.device("cpu")).add(batch.feature_NKH, 0, 0)
     clock = Clock(torch.device("cpu"))
-    learn(batch, drafter, head, run.loss, optimizer, metrics, clock)
+    learn(batch, EagerForward(drafter), head, run.loss, optimizer, metrics, clock)
     optimizer.step(learning_rate(0, 1, run.optim), wants_stop=False)
     health = optimizer.health(optimizer.vector())
     if health.num_bad:

@@ -23,16 +23,16 @@ from dflash_pipeline.train.decode import Cycle, Tally, num_agreed
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.lookup import PromptLookup
-from dflash_pipeline.train.mask import TILE, Visibility, attention
+from dflash_pipeline.train.mask import Visibility, grouped_attend
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.stored import StoredRows
 
 Propose = Callable[[int], Sequence[int]]
 Runs = Sequence[tuple[int, int]]
 
-# anchors drafted in one pass: a walk uses one in tau of them, one pass costs less than so many
-# small ones, and blocks of any size then fill whole tiles
-_PASS_ANCHORS = TILE
+# anchors drafted in one pass: a walk uses one in tau of them, and one pass costs less than so many
+# small ones
+_PASS_ANCHORS = 128
 
 
 def held_out(store: Store) -> list[int]:
@@ -147,17 +147,10 @@ def _draft(
     """Drafts of a block at each of the positions first..end-1, in one pass."""
     device, size = context_TH.device, shape.block_size
     num_anchors, num_context = end - first, end - 1
-    num_blocks = num_anchors
     context_NH = context_TH[:num_context]
-    if device.type == "cuda":
-        # whole tiles; rows beyond the last anchor are seen by nobody, blocks at row 0 see nothing
-        num_blocks = _PASS_ANCHORS
-        num_context = -(-num_context // TILE) * TILE
-        context_NH = torch.nn.functional.pad(context_NH, (0, 0, 0, num_context - len(context_NH)))
-    anchor_A = torch.zeros(num_blocks, dtype=torch.int32, device=device)
-    anchor_A[:num_anchors] = torch.arange(first, end, dtype=torch.int32, device=device)
-    ids_AS = torch.full((num_blocks, size), shape.mask_token_id, device=device)
-    ids_AS[:num_anchors, 0] = torch.from_numpy(ids_T[first:end]).to(device)
+    anchor_A = torch.arange(first, end, dtype=torch.int32, device=device)
+    ids_AS = torch.full((num_anchors, size), shape.mask_token_id, device=device)
+    ids_AS[:, 0] = torch.from_numpy(ids_T[first:end]).to(device)
     position_AS = anchor_A[:, None].long() + torch.arange(size, device=device)
     visibility = Visibility(
         anchor_A=anchor_A,
@@ -171,9 +164,9 @@ def _draft(
         torch.arange(num_context, device=device),
         head.embed(ids_AS.flatten()).to(context_NH.dtype),
         position_AS.flatten(),
-        attention(visibility, shape.layer_types),
+        grouped_attend(visibility, shape.layer_types),
     )
-    hidden_ASH = hidden_QH.unflatten(0, (num_blocks, size))[:num_anchors, 1:]
+    hidden_ASH = hidden_QH.unflatten(0, (num_anchors, size))[:, 1:]
     # block by block: all logits of a pass at once would be gigabytes of a large vocabulary
     chosen = [head.logits(part_SH).argmax(-1) for part_SH in hidden_ASH.flatten(0, 1).split(256)]
     drafts: list[list[int]] = torch.cat(chosen).view(num_anchors, size - 1).tolist()

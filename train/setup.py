@@ -22,6 +22,7 @@ from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import read_checkpoint, rendering
+from dflash_pipeline.train.forward import Forward, forward_of
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.journal import Journal
@@ -48,6 +49,7 @@ class Training:
     stores: list[Store]
     samples: Catalog
     drafter: Drafter
+    forward: Forward
     head: TargetHead
     optimizer: Optimizer
     metrics: Metrics
@@ -101,7 +103,7 @@ def open_stores(
     shape = drafter_shape(
         run.drafter, first.target_config(), first.spec, first.attributes.mask_token_id
     )
-    preflight.check_device(shape, place)
+    preflight.check_device(run, shape, place)
     tables = [store.table for store in stores]
     samples = catalog(tables, shares, run.train)
     if place.rank == 0:
@@ -185,6 +187,7 @@ def build(
         stores=stores,
         samples=samples,
         drafter=drafter,
+        forward=forward_of(drafter, run.train, device),
         head=TargetHead.from_store(stores[0], shape, device, dtype),
         optimizer=optimizer,
         metrics=Metrics(shape.block_size, device),

@@ -13,19 +13,19 @@ from torch import Tensor
 from dflash_pipeline.configs.schema import LossConfig
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.dpace import dpace_weights
-from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.finite import first_not_finite
+from dflash_pipeline.train.forward import Forward
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loss import RowStats, chunked_loss
-from dflash_pipeline.train.mask import Visibility, attention
+from dflash_pipeline.train.mask import Visibility
 from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.optim import Optimizer
 
 
 def learn(
     batch: Batch,
-    drafter: Drafter,
+    forward: Forward,
     head: TargetHead,
     config: LossConfig,
     optimizer: Optimizer,
@@ -34,7 +34,7 @@ def learn(
 ) -> None:
     """Add a batch's gradient, sums and metrics; nothing waits for the device."""
     with clock.stage("forward"):
-        scored = score(batch, drafter, head, config)
+        scored = score(batch, forward, head, config)
         loss_sum = (scored.loss_R * scored.weight_R).sum()
     with clock.stage("backward"):
         loss_sum.backward()
@@ -62,9 +62,9 @@ class Scored:
     stats: RowStats
 
 
-def score(batch: Batch, drafter: Drafter, head: TargetHead, config: LossConfig) -> Scored:
+def score(batch: Batch, forward: Forward, head: TargetHead, config: LossConfig) -> Scored:
     """The loss of each row of a batch, what it weighs, and what it was right about."""
-    hidden_QH = draft_blocks(batch, drafter, head)
+    hidden_QH = draft_blocks(batch, forward, head)
     hidden_RH = hidden_QH.index_select(0, batch.row_R)
     loss_R, stats = chunked_loss(hidden_RH, head, batch.label_R, batch.teacher, config)
     weight_R = batch.weight_R
@@ -73,15 +73,15 @@ def score(batch: Batch, drafter: Drafter, head: TargetHead, config: LossConfig) 
             stats.ce_R,
             batch.row_R,
             len(batch.anchor_A),
-            drafter.shape.block_size,
+            forward.shape.block_size,
             config.dpace_alpha,
         )
     return Scored(hidden_RH, loss_R, weight_R, stats)
 
 
-def draft_blocks(batch: Batch, drafter: Drafter, head: TargetHead) -> Tensor:
+def draft_blocks(batch: Batch, forward: Forward, head: TargetHead) -> Tensor:
     """All blocks of a batch, [anchor, MASK x (S - 1)] each -> hidden_QH."""
-    shape = drafter.shape
+    shape = forward.shape
     num_anchors, block_size = len(batch.anchor_A), shape.block_size
     device = batch.token_A.device
     id_AS = torch.full((num_anchors, block_size), shape.mask_token_id, device=device)
@@ -95,11 +95,7 @@ def draft_blocks(batch: Batch, drafter: Drafter, head: TargetHead) -> Tensor:
         block_size=block_size,
         window=shape.sliding_window,
     )
-    hidden_QH: Tensor = drafter(
-        drafter.context(batch.feature_NKH),
-        batch.position_N,
-        head.embed(id_AS.flatten()),
-        position_AS.flatten(),
-        attention(visibility, shape.layer_types),
+    embedded_QH = head.embed(id_AS.flatten())
+    return forward(
+        batch.feature_NKH, batch.position_N, embedded_QH, position_AS.flatten(), visibility
     )
-    return hidden_QH

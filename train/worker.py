@@ -118,7 +118,7 @@ def _learn(
         for number, batch in enumerate(feed.batches(draw)):
             training.noise.add(batch.feature_NKH, step, number)
             learn(
-                batch, training.drafter, training.head, training.run.loss, optimizer, metrics, clock
+                batch, training.forward, training.head, training.run.loss, optimizer, metrics, clock
             )
         lr = learning_rate(training.progress.step, training.num_steps, training.run.optim)
         with clock.stage("optimiser"):

@@ -2,7 +2,7 @@
 
     python tests/bench/step.py [--tiny] [--only check,loss] [--limit 140]
 
-Parts: check, ceilings, loss, mask, step, small (the 4B drafter), kernel, compiled. Prints a line
+Parts: check, ceilings, loss, mask, step, small (the 4B drafter), kernel, eager. Prints a line
 for each figure and writes step.json into $OUT where that is set. Times are medians of 20 over
 rotated inputs, by CUDA events. Floors are `train.floor`'s; "of floor" is floor over measured.
 A part that would begin after `--limit` seconds is left out, and said to be. `--tiny` runs every
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import itertools
 import json
@@ -21,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
 
 # a lent GPU machine has torch but not what only a store's files need
 if importlib.util.find_spec("numcodecs") is None:
@@ -41,12 +43,20 @@ from dflash_pipeline.configs.schema import LossConfig, OptimConfig
 from dflash_pipeline.train import loss as loss_module
 from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.clock import Clock
-from dflash_pipeline.train.drafter import Attend, Drafter, Layer, Turn
+from dflash_pipeline.train.drafter import Attend, Drafter
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.floor import H200_FLOP_PER_S, StepSize, loss_flop, step_flop
+from dflash_pipeline.train.forward import CompiledForward, EagerForward, Forward
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loss import Teacher, chunked_loss, reference_loss, teacher_spans
-from dflash_pipeline.train.mask import TILE, Visibility, attention, dense_attend
+from dflash_pipeline.train.mask import (
+    TILE,
+    FlexAttention,
+    Visibility,
+    dense_attend,
+    flex_attend,
+    grouped_attend,
+)
 from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.shape import FULL, SLIDING, DrafterShape
@@ -258,6 +268,18 @@ def check(bench: Bench) -> None:
         _check_attention(bench, layer_type)
 
 
+def _fast_attend(visible: Visibility, layer_type: str) -> Attend:
+    if not visible.anchor_A.is_cuda:
+        return grouped_attend(visible, [layer_type])
+    return flex_attend({layer_type: visible.block_mask(layer_type)}, _compiled_flex())
+
+
+@functools.cache
+def _compiled_flex() -> FlexAttention:
+    compiled: FlexAttention = torch.compile(flex.flex_attention, dynamic=True)
+    return compiled
+
+
 def _check_attention(bench: Bench, layer_type: str) -> None:
     tokens = 1024 if bench.is_cuda else 128
     num_blocks, shape = tokens // 16, bench.sizes.drafter
@@ -274,7 +296,7 @@ def _check_attention(bench: Bench, layer_type: str) -> None:
     outer = bench.random(num_blocks * 16, heads, width)
     results = []
     for attend, dtype in (
-        (attention(visible, [layer_type]), bench.dtype),
+        (_fast_attend(visible, layer_type), bench.dtype),
         (dense_attend(dense), torch.float32),
     ):
         inputs = [part.to(dtype).requires_grad_() for part in parts]
@@ -401,7 +423,7 @@ def mask(bench: Bench) -> None:
     flop_forward = flop.attention_forward // shape.num_layers
     flop_both = flop_forward + flop.attention_backward // shape.num_layers
 
-    attends = [attention(one, [FULL]) for one in seen]
+    attends = [_fast_attend(one, FULL) for one in seen]
 
     def forward(turn: int) -> tuple[Tensor, list[Tensor]]:
         # with gradients, so that one compilation serves both
@@ -488,7 +510,14 @@ def _step_size(batch: Batch, shape: DrafterShape, num_context: int) -> StepSize:
     )
 
 
-def _model(bench: Bench, shape: DrafterShape, is_tied: bool) -> tuple[Drafter, TargetHead]:
+@dataclass(frozen=True)
+class Model:
+    drafter: Drafter
+    forward: Forward
+    head: TargetHead
+
+
+def _model(bench: Bench, shape: DrafterShape, is_tied: bool) -> Model:
     with bench.device:
         drafter = Drafter(shape)
     for parameter in drafter.parameters():
@@ -496,24 +525,25 @@ def _model(bench: Bench, shape: DrafterShape, is_tied: bool) -> tuple[Drafter, T
             nn.init.normal_(parameter, std=shape.init_std)
     embed_VH = bench.random(shape.vocab_size, shape.hidden_size, scale=0.02)
     head_VH = None if is_tied else bench.random(shape.vocab_size, shape.hidden_size, scale=0.02)
-    return drafter.to(bench.dtype), TargetHead(embed_VH, head_VH, shape)
+    drafter.to(bench.dtype)
+    forward = CompiledForward(drafter) if bench.is_cuda else EagerForward(drafter)
+    return Model(drafter, forward, TargetHead(embed_VH, head_VH, shape))
 
 
 def _bare(
     bench: Bench,
     name: str,
-    drafter: Drafter,
-    head: TargetHead,
+    model: Model,
     config: LossConfig,
     *,
     is_profiled: bool,
 ) -> float:
     """Forward and backward, told and returned in ms."""
-    shape = drafter.shape
+    drafter, shape = model.drafter, model.drafter.shape
     batches = [_batch(bench, shape, config, seed, with_features=True) for seed in range(3)]
 
     def once(turn: int) -> None:
-        scored = score(batches[turn % 3], drafter, head, config)
+        scored = score(batches[turn % 3], model.forward, model.head, config)
         total = (scored.loss_R * scored.weight_R).sum()
         total.backward()
         for parameter in drafter.parameters():
@@ -577,11 +607,9 @@ class _Alone:
     def add_up(self, _sums: Tensor) -> None: ...
 
 
-def _with_optimizer(
-    bench: Bench, drafter: Drafter, head: TargetHead, config: LossConfig, bare_ms: float
-) -> None:
+def _with_optimizer(bench: Bench, model: Model, config: LossConfig, bare_ms: float) -> None:
     """Two batches an optimizer step, resident data; nothing may wait for the device."""
-    shape = drafter.shape
+    drafter, shape = model.drafter, model.drafter.shape
     drafter.float()
     alone: Any = _Alone()
     optimizer = Optimizer(drafter.named_parameters(), OptimConfig(), alone, 100, bench.dtype)
@@ -590,7 +618,9 @@ def _with_optimizer(
 
     def once(turn: int) -> None:
         for place in (turn, turn + 1):
-            learn(batches[place % 3], drafter, head, config, optimizer, metrics, clock)
+            learn(
+                batches[place % 3], model.forward, model.head, config, optimizer, metrics, clock
+            )
         optimizer.step(1e-5, wants_stop=False)
 
     ms = bench.ms(once) / 2
@@ -620,68 +650,30 @@ def _with_optimizer(
 
 def step(bench: Bench) -> None:
     """The headline: 8B drafter, forward and backward; then with the optimizer."""
-    drafter, head = _model(bench, bench.sizes.drafter, is_tied=False)
+    model = _model(bench, bench.sizes.drafter, is_tied=False)
+    begin = bench.elapsed_s
+    batch = _batch(bench, model.drafter.shape, CE, 0, with_features=True)
+    score(batch, model.forward, model.head, CE).loss_R.sum().backward()
+    bench.tell("compiling the drafter", s=bench.elapsed_s - begin)
     bare_ms = [
-        _bare(bench, f"step 8B {name}", drafter, head, config, is_profiled=True)
+        _bare(bench, f"step 8B {name}", model, config, is_profiled=True)
         for name, config in OBJECTIVES.items()
     ]
-    _with_optimizer(bench, drafter, head, CE, bare_ms[0])
+    _with_optimizer(bench, model, CE, bare_ms[0])
 
 
 def small(bench: Bench) -> None:
     """The 4B drafter, whose target's head is its embedding."""
-    drafter, head = _model(bench, bench.sizes.small, is_tied=True)
+    model = _model(bench, bench.sizes.small, is_tied=True)
     for name, config in OBJECTIVES.items():
-        _bare(bench, f"step 4B {name}", drafter, head, config, is_profiled=False)
+        _bare(bench, f"step 4B {name}", model, config, is_profiled=False)
 
 
-def compiled(bench: Bench) -> None:
-    """The headline with the row side of each layer compiled for its one shape."""
-    drafter, head = _model(bench, bench.sizes.drafter, is_tied=False)
-    with _compiled_rows(bench):
-        begin = bench.elapsed_s
-        batch = _batch(bench, drafter.shape, CE, 0, with_features=True)
-        score(batch, drafter, head, CE).loss_R.sum().backward()
-        bench.tell("compiling the row side", s=bench.elapsed_s - begin)
-        for name, config in OBJECTIVES.items():
-            told = f"step 8B compiled rows {name}"
-            _bare(bench, told, drafter, head, config, is_profiled=name == "CE")
-
-
-def _before(layer: Layer, block_QH: Tensor, turn_Q: Turn) -> tuple[Tensor, Tensor, Tensor]:
-    normed_QH = layer.input_layernorm(block_QH)
-    key_QGD, value_QGD = layer.self_attn.key_value(normed_QH, turn_Q)
-    return layer.self_attn.query(normed_QH, turn_Q), key_QGD, value_QGD
-
-
-def _after(layer: Layer, block_QH: Tensor, mixed_QED: Tensor) -> Tensor:
-    block_QH = block_QH + layer.self_attn.o_proj(mixed_QED.flatten(-2))
-    mixed_QH: Tensor = layer.mlp(layer.post_attention_layernorm(block_QH))
-    return block_QH + mixed_QH
-
-
-@contextlib.contextmanager
-def _compiled_rows(bench: Bench) -> Iterator[None]:
-    backend = "inductor" if bench.is_cuda else "eager"
-    before: Any = torch.compile(_before, dynamic=False, backend=backend)
-    after: Any = torch.compile(_after, dynamic=False, backend=backend)
-
-    def forward(
-        layer: Layer,
-        block_QH: Tensor,
-        turn_Q: Turn,
-        context_key_NGD: Tensor,
-        context_value_NGD: Tensor,
-        attend: Attend,
-    ) -> Tensor:
-        query_QED, *block = before(layer, block_QH, turn_Q)
-        kind = layer.self_attn.layer_type
-        mixed_QED = attend(kind, query_QED, context_key_NGD, context_value_NGD, *block)
-        result: Tensor = after(layer, block_QH, mixed_QED)
-        return result
-
-    with patch.object(Layer, "forward", forward):
-        yield
+def eager(bench: Bench) -> None:
+    """The headline with `train.compile` off."""
+    model = _model(bench, bench.sizes.drafter, is_tied=False)
+    model = replace(model, forward=EagerForward(model.drafter))
+    _bare(bench, "step 8B eager CE", model, CE, is_profiled=False)
 
 
 def kernel(bench: Bench) -> None:
@@ -735,7 +727,7 @@ def kernel(bench: Bench) -> None:
         )
 
 
-PARTS = (check, ceilings, loss, mask, step, small, kernel, compiled)
+PARTS = (check, ceilings, loss, mask, step, small, kernel, eager)
 
 
 def main() -> int:

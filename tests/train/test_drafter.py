@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from dflash_pipeline.train.drafter import Drafter, Norm
-from dflash_pipeline.train.mask import Visibility, attention
+from dflash_pipeline.train.mask import Visibility, grouped_attend
 from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
 
 
@@ -102,7 +102,7 @@ def test_packed_blocks_equal_the_contract_written_out(any_shape: DrafterShape) -
         position_N,
         block_QH,
         position_Q,
-        attention(visible, any_shape.layer_types),
+        grouped_attend(visible, any_shape.layer_types),
     )
     block = 0
     for document, feature_TKH in enumerate(feature_NKH.split(lengths)):
@@ -172,7 +172,7 @@ def test_the_anchors_own_feature_and_later_ones_change_nothing(shape: DrafterSha
             torch.arange(10),
             block_QH,
             torch.arange(5, 9),
-            attention(visible, shape.layer_types),
+            grouped_attend(visible, shape.layer_types),
         )
 
     before = run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dflash_pipeline.train.mask import (
     TILE,
@@ -135,6 +135,7 @@ def test_groups_of_blocks_equal_the_dense_way_with_their_gradients(layer_type: s
 @pytest.mark.parametrize("layer_type", KINDS)
 def test_flex_attention_and_its_gradients_equal_the_dense_way(layer_type: str) -> None:
     torch.manual_seed(0)
+    compiled = torch.compile(flex_attention, dynamic=True)
     for num_context in (768, 1024, 1280):
         visible = _packed(64, 16, 150, num_context)
         visible = Visibility(
@@ -146,7 +147,7 @@ def test_flex_attention_and_its_gradients_equal_the_dense_way(layer_type: str) -
         ]
         ways = (
             dense_attend({layer_type: visible.dense(layer_type)}),
-            flex_attend({layer_type: visible.block_mask(layer_type)}),
+            flex_attend({layer_type: visible.block_mask(layer_type)}, compiled),
         )
         results = []
         for attend in ways:

@@ -37,7 +37,7 @@ from dflash_pipeline.train.decode import (
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.lookup import PromptLookup
-from dflash_pipeline.train.mask import Visibility, attention
+from dflash_pipeline.train.mask import Visibility, grouped_attend
 from dflash_pipeline.train.replay import answer_runs, held_out, replay, replay_lookup, walk
 from dflash_pipeline.train.shape import DrafterShape
 
@@ -251,7 +251,7 @@ def overfitted(store: Store, head: TargetHead, shape: DrafterShape) -> Drafter:
             torch.arange(len(ids_T)),
             head.embed(ids_AS.flatten()),
             position_AS.flatten(),
-            attention(visibility, shape.layer_types),
+            grouped_attend(visibility, shape.layer_types),
         )
         label_Q = functional.pad(ids_T, (0, shape.block_size), value=-100)[position_AS].flatten()
         label_Q[:: shape.block_size] = -100

@@ -19,6 +19,7 @@ from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.feed import Batch
+from dflash_pipeline.train.forward import CompiledForward, EagerForward
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loss import Teacher
@@ -123,7 +124,7 @@ def test_packing_and_padding_change_neither_loss_nor_gradient(
         for members in batches:
             with lend(members) as batch:
                 assert len(batch.anchor_A) == (64 if padded else batch.num_blocks)
-                scored = score(batch, drafter, head, config)
+                scored = score(batch, EagerForward(drafter), head, config)
                 loss = (scored.loss_R * scored.weight_R).sum()
                 loss.backward()
                 total += float(loss.detach())
@@ -147,6 +148,7 @@ def test_steps_on_cuda_wait_for_nothing_compile_once_and_equal_the_cpu(
         drafter = Drafter(shape)
         drafter.initialise(0)
         drafter.to(device)
+        forward = CompiledForward(drafter) if device.type == "cuda" else EagerForward(drafter)
         optimizer = Optimizer(
             drafter.named_parameters(), OptimConfig(clip=0.5), Group(place, 5.0), 50, torch.float32
         )
@@ -159,7 +161,7 @@ def test_steps_on_cuda_wait_for_nothing_compile_once_and_equal_the_cpu(
         for repeat in range(5):
             for members in rounds:
                 with lend(members) as batch:
-                    learn(batch, drafter, head, LOSS, optimizer, metrics, clock)
+                    learn(batch, forward, head, LOSS, optimizer, metrics, clock)
                 optimizer.step(1e-3, wants_stop=False)
             if device.type == "cuda" and repeat == 0:
                 compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]

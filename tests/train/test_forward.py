@@ -1,0 +1,97 @@
+"""Eager and compiled are one drafter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.forward import CompiledForward, EagerForward
+from dflash_pipeline.train.mask import TILE, Visibility
+from dflash_pipeline.train.shape import FULL, SLIDING, DrafterShape
+
+NUM_BLOCKS = 32
+
+
+def _batch(num_context: int, shape: DrafterShape, device: str) -> tuple[torch.Tensor, ...]:
+    """Features, positions, embedded blocks, their positions, anchors and starts of documents."""
+    random = torch.Generator().manual_seed(num_context)
+    starts = torch.tensor([0, num_context // 3])
+    anchor = torch.randperm(num_context - 8, generator=random)[:NUM_BLOCKS].sort().values
+    start = starts[torch.searchsorted(starts, anchor, right=True) - 1]
+    row = torch.arange(num_context)
+    position_A = (anchor - start)[:, None] + torch.arange(shape.block_size)
+    num_layers, hidden = len(shape.layer_ids), shape.hidden_size
+    made = (
+        torch.randn(num_context, num_layers, hidden, generator=random),
+        row - starts[torch.searchsorted(starts, row, right=True) - 1],
+        torch.randn(NUM_BLOCKS * shape.block_size, hidden, generator=random),
+        position_A.flatten(),
+        anchor.int(),
+        start.int(),
+    )
+    return tuple(part.to(device) for part in made)
+
+
+def _of_both_kinds(shape: DrafterShape) -> DrafterShape:
+    kinds = (FULL, SLIDING, FULL, SLIDING)
+    return replace(
+        shape, num_layers=4, layer_types=kinds, sliding_window=40, head_dim=16, block_size=4
+    )
+
+
+def _run(forward: EagerForward | CompiledForward, num_context: int, device: str) -> torch.Tensor:
+    feature, position_N, block, position_Q, anchor, start = _batch(
+        num_context, forward.shape, device
+    )
+    size, window = forward.shape.block_size, forward.shape.sliding_window
+    visibility = Visibility(anchor, start, num_context, size, window)
+    return forward(feature, position_N, block, position_Q, visibility)
+
+
+@torch.no_grad()
+def test_the_compiled_way_gives_the_eager_ones_numbers_and_compiles_once(
+    shape: DrafterShape,
+) -> None:
+    torch._dynamo.reset()
+    drafter = Drafter(_of_both_kinds(shape))
+    drafter.initialise(0)
+    # FlexAttention's own plain way under the tracer that a GPU's compiler begins with
+    eager, compiled = EagerForward(drafter), CompiledForward(drafter, backend="eager")
+    counts = torch._dynamo.utils.counters["stats"]
+    num_graphs = -1
+    for num_tiles in (5, 2, 3, 7, 4):
+        found, wanted = (_run(way, num_tiles * TILE, "cpu") for way in (compiled, eager))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        if num_graphs < 0:
+            num_graphs = counts["unique_graphs"]
+    assert counts["unique_graphs"] == num_graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_on_cuda_gradients_are_alike_too_and_nothing_is_compiled_twice(
+    shape: DrafterShape,
+) -> None:
+    torch._dynamo.reset()
+    drafter = Drafter(_of_both_kinds(shape))
+    drafter.initialise(0)
+    drafter.cuda()
+    ways = CompiledForward(drafter), EagerForward(drafter)
+    counts = torch._dynamo.utils.counters["stats"]
+    num_graphs = -1
+    for num_tiles in (5, 2, 3, 7):
+        results = []
+        for way in ways:
+            drafter.zero_grad()
+            hidden = _run(way, num_tiles * TILE, "cuda")
+            hidden.square().sum().backward()
+            grads = [parameter.grad for parameter in drafter.parameters()]
+            results.append([hidden, *(grad.clone() for grad in grads if grad is not None)])
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+        if num_graphs < 0:
+            num_graphs = counts["unique_graphs"]
+    assert counts["unique_graphs"] == num_graphs
