@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as symbols
 from torch.nn.attention import flex_attention as flex
 
 from dflash_pipeline.configs.schema import TrainConfig
@@ -77,14 +78,19 @@ class CompiledForward:
     """The fast way: a layer is one compiled region, the same code for all layers of a kind.
 
     The keys and values of the context are made inside the region, so that norm, rotation and the
-    joining of context and block are one pass over them.
+    joining of context and block are one pass over them. Two versions a kind: what enters the first
+    layer, the target's frozen embedding, has no gradient. One such object a process.
     """
 
     def __init__(self, drafter: Drafter, backend: str = "inductor") -> None:
         self._drafter = drafter
 
+        # the compiler keeps few versions of a function: those for another drafter must go
+        torch._dynamo.reset()
+        # lengths that are equal in the first batch need not be in the next
+        symbols.use_duck_shape = False
+
         def compiled(function: Any) -> Any:
-            # dynamic: the mask's lengths are numbers, which cannot be marked one by one
             return torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
 
         self._context, self._layer, self._norm = map(compiled, (_context, _layer, _norm))
@@ -102,12 +108,12 @@ class CompiledForward:
         visibility: Visibility,
     ) -> Tensor:
         drafter = self._drafter
-        masks = {kind: _marked(visibility.block_mask(kind)) for kind in set(self.shape.layer_types)}
+        masks = {kind: visibility.block_mask(kind) for kind in set(self.shape.layer_types)}
         cos_Q, sin_Q = drafter.rotary(position_Q, block_QH.dtype)
         turn_Q = _one_length(cos_Q), _one_length(sin_Q)
         cos_N, sin_N = drafter.rotary(position_N, block_QH.dtype)
         turn_T = _tiles(cos_N), _tiles(sin_N)
-        context_TLH = _any_length(self._context(drafter, _tiles(feature_NKH)))
+        context_TLH = self._context(drafter, _tiles(feature_NKH))
         for layer, kind in zip(drafter.layers, self.shape.layer_types, strict=True):
             block_QH = self._layer(
                 layer, _one_length(block_QH), turn_Q, context_TLH, turn_T, masks[kind]
@@ -118,29 +124,13 @@ class CompiledForward:
 
 def _tiles(rows: Tensor) -> Tensor:
     """[N, ...] -> [T, L, ...]: the compiler sees N = T x 128 and so needs no bounds checks."""
-    return _any_length(rows.unflatten(0, (-1, TILE)))
+    tiles: Tensor = rows.unflatten(0, (-1, TILE))
+    return tiles
 
 
 def _one_length(rows: Tensor) -> Tensor:
     torch._dynamo.mark_static(rows)
     return rows
-
-
-def _any_length(tensor: Tensor, axis: int = 0) -> Tensor:
-    """Marked one by one: of lengths that happen to be equal the compiler would make one."""
-    torch._dynamo.maybe_mark_dynamic(tensor, axis)
-    return tensor
-
-
-def _marked(mask: flex.BlockMask) -> flex.BlockMask:
-    """The mask, its columns - or, of the transposed lists, rows - in any number."""
-    by_row = (mask.kv_indices, mask.full_kv_indices)
-    by_column = (mask.q_indices, mask.full_q_indices, mask.q_num_blocks, mask.full_q_num_blocks)
-    for axis, lists in ((3, by_row), (2, by_column)):
-        for tensor in lists:
-            if tensor is not None:
-                _any_length(tensor, axis)
-    return mask
 
 
 def _context(drafter: Drafter, feature_TLKH: Tensor) -> Tensor:

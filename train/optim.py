@@ -21,6 +21,7 @@ from dflash_pipeline.train.group import Group
 # weight sum, loss sum, request to stop: they travel at the end of the flat gradient, one
 # collective for all
 _NUM_SUMS = 3
+_ALIGNMENT = 64
 
 
 def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:
@@ -39,6 +40,10 @@ def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:
     return config.lr * (floor + (1 - floor) * share)
 
 
+def _has_kernel(flat: Tensor) -> bool:
+    return flat.is_cuda
+
+
 @dataclass(frozen=True, slots=True)
 class Health:
     """What the host may know about the steps since it last asked."""
@@ -55,7 +60,11 @@ class Health:
 
 
 class Optimizer:
-    """Owns the masters, the moments and the accumulated gradient, each flat and fp32."""
+    """Owns the masters, the moments and the accumulated gradient, each flat and fp32.
+
+    Matrices, which decay, come first. Each parameter begins at a multiple of 64 numbers, since
+    products read their operands in whole lines.
+    """
 
     def __init__(
         self,
@@ -66,45 +75,54 @@ class Optimizer:
         dtype: torch.dtype,
     ) -> None:
         """`parameters` are fp32; from here on they hold the masters, rounded to `dtype`."""
-        named = dict(parameters)
+        named = dict(sorted(parameters, key=lambda pair: pair[1].dim() == 1))
         self._config, self._group = config, group
-        self._parameters = list(named.values())
+        self._names, self._parameters = list(named), list(named.values())
         device = self._parameters[0].device
-        sizes = [parameter.numel() for parameter in self._parameters]
-        self._size = sum(sizes)
-        self._master = torch.empty(self._size, dtype=torch.float32, device=device)
-        self._average = torch.zeros_like(self._master)
-        self._square = torch.zeros_like(self._master)
-        self._gradient = torch.zeros(self._size + _NUM_SUMS, dtype=torch.float32, device=device)
-        self._names = list(named)
-        shapes = [parameter.shape for parameter in self._parameters]
-        self._masters, self._averages, self._squares, self._gradients = (
-            [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
-            for flat in (
-                self._master,
-                self._average,
-                self._square,
-                self._gradient[: self._size],
-            )
+        rooms = [-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in named.values()]
+        self._size = sum(rooms)
+        self._num_decayed = sum(
+            room for room, one in zip(rooms, self._parameters, strict=True) if one.dim() > 1
         )
-        # one counter a parameter is what the fused kernel wants; they are always equal
-        self._steps = [torch.zeros((), device=device) for _ in named]
+        self._master, self._average, self._square = (
+            torch.zeros(self._size, dtype=torch.float32, device=device) for _ in range(3)
+        )
+        self._gradient = torch.zeros(self._size + _NUM_SUMS, dtype=torch.float32, device=device)
+        # of fp32 the parameters are the masters
+        self._rounded = self._master if dtype == torch.float32 else self._master.to(dtype)
+
+        def views(flat: Tensor) -> list[Tensor]:
+            return [
+                part[: one.numel()].view(one.shape)
+                for part, one in zip(flat.split(rooms), self._parameters, strict=True)
+            ]
+
+        self._masters, self._averages = views(self._master), views(self._average)
+        self._squares, self._gradients = views(self._square), views(self._gradient[: self._size])
+        self._step = torch.zeros((), device=device)
         self._counts = torch.zeros(4, dtype=torch.float64, device=device)
         self._flags = torch.zeros(log_every, dtype=torch.float64, device=device)
         self._where = torch.zeros((), dtype=torch.float64, device=device)
         self._num_flags = 0
-        for parameter, master, gradient in zip(
-            self._parameters, self._masters, self._gradients, strict=True
-        ):
-            master.copy_(parameter.detach())
-            parameter.data = master.to(dtype)  # of fp32: the master itself
-            self._hook(parameter, gradient)
+        self._fresh = set(range(len(named)))
+        """Parameters whose gradient is still that of the last step."""
+        for index, rounded in enumerate(views(self._rounded)):
+            parameter = self._parameters[index]
+            self._masters[index].copy_(parameter.detach())
+            rounded.copy_(self._masters[index])
+            parameter.data = rounded
+            self._hook(parameter, index)
 
-    @staticmethod
-    def _hook(parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _hook(self, parameter: nn.Parameter, index: int) -> None:
+        gradient = self._gradients[index]
+
         def accumulate(finished: Tensor) -> None:
             assert finished.grad is not None
-            gradient.add_(finished.grad)
+            if index in self._fresh:
+                gradient.copy_(finished.grad)
+                self._fresh.discard(index)
+            else:
+                gradient.add_(finished.grad)
             finished.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)
@@ -124,52 +142,78 @@ class Optimizer:
         on every rank. Nothing waits for the device.
         """
         flat, sums = self._gradient[: self._size], self._gradient[self._size :]
+        for index in self._fresh:
+            self._gradients[index].zero_()
         sums[2].fill_(float(wants_stop))
-        self._flag_own(flat, sums)
-        self._group.add_up(self._gradient)
+        length = torch.linalg.vector_norm(flat)
+        self._flag_own(length, sums[1])
+        if self._group.world > 1:
+            self._group.add_up(self._gradient)
+            length = torch.linalg.vector_norm(flat)
         weight, loss, stop = sums.clone().unbind()
-        norm = torch.linalg.vector_norm(flat) / weight
+        norm = length / weight
         is_bad = ~(norm.isfinite() & loss.isfinite())
         scale = weight
         if self._config.clip > 0:
             scale = weight * (norm / self._config.clip).clamp(min=1.0)
         # a step without any loss row (weight 0 gives a norm that is not finite) is skipped alike
-        self._update(lr, scale, is_bad.to(torch.float32))
+        update = self._update_by_kernel if _has_kernel(flat) else self._update_plainly
+        update(lr, scale, is_bad)
         self._count(norm, is_bad)
-        self._gradient.zero_()
+        self._step += 1 - is_bad.to(torch.float32)
+        sums.zero_()
+        self._fresh = set(range(len(self._names)))
         return stop
 
-    def _flag_own(self, flat: Tensor, sums: Tensor) -> None:
-        is_fine = torch.linalg.vector_norm(flat).isfinite() & sums[1].isfinite()
+    def _flag_own(self, length: Tensor, loss: Tensor) -> None:
+        is_fine = length.isfinite() & loss.isfinite()
         # what nothing before has explained is the gradient's own
         where = torch.where(self._where == 0, GRADIENT, self._where)
         self._flags[self._num_flags % len(self._flags)] = torch.where(is_fine, 0, where)
         self._num_flags += 1
         self._where.zero_()
 
-    def _update(self, lr: float, scale: Tensor, is_bad: Tensor) -> None:
+    def _update_by_kernel(self, lr: float, scale: Tensor, is_bad: Tensor) -> None:
+        # triton has no build for each platform that has a CPU
+        from dflash_pipeline.train.optim_kernel import adamw_step
+
         config = self._config
-        for is_matrix in (True, False):
-            chosen = [
-                index
-                for index, master in enumerate(self._masters)
-                if (master.dim() > 1) == is_matrix
-            ]
+        step = self._step.double() + 1
+        first, second = 1 - config.beta1**step, 1 - config.beta2**step
+        numbers = torch.stack((is_bad.double(), 1 / scale.double(), lr / first, second.rsqrt()))
+        adamw_step(
+            self._master,
+            self._average,
+            self._square,
+            self._gradient,
+            self._rounded,
+            numbers.float(),
+            self._num_decayed,
+            lr,
+            config,
+        )
+
+    def _update_plainly(self, lr: float, scale: Tensor, is_bad: Tensor) -> None:
+        config, end = self._config, self._num_decayed
+        for part, decay in (
+            (slice(0, end), config.weight_decay),
+            (slice(end, self._size), 0.0),
+        ):
             adamw(
-                [self._masters[index] for index in chosen],
-                [self._gradients[index] for index in chosen],
-                [self._averages[index] for index in chosen],
-                [self._squares[index] for index in chosen],
+                [self._master[part]],
+                [self._gradient[: self._size][part]],
+                [self._average[part]],
+                [self._square[part]],
                 [],
-                [self._steps[index] for index in chosen],
+                [self._step.clone()],
                 fused=True,
                 grad_scale=scale,
-                found_inf=is_bad,
+                found_inf=is_bad.to(torch.float32),
                 amsgrad=False,
                 beta1=config.beta1,
                 beta2=config.beta2,
                 lr=lr,
-                weight_decay=config.weight_decay if is_matrix else 0.0,
+                weight_decay=decay,
                 eps=config.eps,
                 maximize=False,
             )
@@ -178,8 +222,8 @@ class Optimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the parameters; fp32 parameters are the masters."""
-        if self._parameters[0].dtype != torch.float32:
-            torch._foreach_copy_([parameter.data for parameter in self._parameters], self._masters)
+        if self._rounded is not self._master:
+            self._rounded.copy_(self._master)
 
     def _count(self, norm: Tensor, is_bad: Tensor) -> None:
         counts, bad = self._counts, is_bad.double()
@@ -207,7 +251,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a later process needs to go on bit by bit."""
-        state = {"step": self._steps[0], "counts": self._counts[1:3].clone()}
+        state = {"step": self._step, "counts": self._counts[1:3].clone()}
         for kind, tensors in self._state_tensors().items():
             state |= {
                 f"{kind}.{name}": tensor for name, tensor in zip(self._names, tensors, strict=True)
@@ -220,8 +264,7 @@ class Optimizer:
         for kind, tensors in self._state_tensors().items():
             for name, tensor in zip(self._names, tensors, strict=True):
                 tensor.copy_(state[f"{kind}.{name}"])
-        for step in self._steps:
-            step.copy_(state["step"])
+        self._step.copy_(state["step"])
         self._counts[1:3] = state["counts"]
         self._counts[3] = self._counts[2]
         self.publish()

@@ -54,6 +54,8 @@ class Sizes:
     """0: `last` is not read."""
     token_multiple: int
     """Context is padded to a multiple of it."""
+    least_tokens: int
+    """Context rows that every batch has."""
     pads_anchors: bool
     """Every batch has `num_anchors` anchors; else as many as were drawn."""
 
@@ -67,27 +69,30 @@ class Sizes:
         padded: bool,
     ) -> Self:
         """`padded`: whole FlexAttention tiles and few shapes; else batches as they are."""
-        token_multiple, anchor_multiple = 1, 1
+        token_multiple, anchor_multiple, least_tokens = 1, 1, 0
         if padded:
             share = math.ceil(config.batch_tokens / _NUM_CONTEXT_SIZES)
             token_multiple = _rounded(share, TILE)
             anchor_multiple = TILE // math.gcd(TILE, shape.block_size)
+            # of a single tile the compiler would make a case of its own
+            least_tokens = 2 * TILE
         num_anchors = _rounded(config.batch_anchors, anchor_multiple)
         return cls(
-            num_tokens=_rounded(config.batch_tokens, token_multiple),
+            num_tokens=_rounded(max(config.batch_tokens, least_tokens), token_multiple),
             num_anchors=num_anchors,
             num_rows=num_anchors * (shape.block_size - 1),
             num_layers=spec.num_layers,
             row_bytes=row_bytes(spec.hidden_mode, spec.hidden_size),
             last_row_bytes=row_bytes(spec.last_mode, spec.hidden_size) if wants_last else 0,
             token_multiple=token_multiple,
+            least_tokens=least_tokens,
             pads_anchors=padded,
         )
 
     def padded(self, num_tokens: int, num_anchors: int) -> tuple[int, int]:
         """Context rows and anchors of a batch with padding."""
         anchors = self.num_anchors if self.pads_anchors else num_anchors
-        return _rounded(num_tokens, self.token_multiple), anchors
+        return _rounded(max(num_tokens, self.least_tokens), self.token_multiple), anchors
 
 
 def _rounded(number: int, multiple: int) -> int:

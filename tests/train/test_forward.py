@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train import feed, forward, worker
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.forward import CompiledForward, EagerForward
 from dflash_pipeline.train.mask import TILE, Visibility
@@ -95,3 +105,32 @@ def test_on_cuda_gradients_are_alike_too_and_nothing_is_compiled_twice(
         if num_graphs < 0:
             num_graphs = counts["unique_graphs"]
     assert counts["unique_graphs"] == num_graphs
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_whole_run_compiles_four_graphs_and_learns_what_an_eager_one_does(
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batches of one and more tiles; the tracer alone, since the compiler's half needs a GPU."""
+    run = train_run(epochs=2, max_steps=12, validate_every=0, log_every=1)
+    run = replace(run, drafter=replace(run.drafter, head_dim=16, block_size=16, layer_ids=(1, 5)))
+
+    def losses() -> list[float]:
+        worker.main(run, place, {"resume": False})
+        lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+        shutil.rmtree(tmp_path / "out")
+        return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+    wanted = losses()
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_tensors: None)
+    begin = functools.partialmethod(CompiledForward.__init__, backend="eager")
+    monkeypatch.setattr(CompiledForward, "__init__", begin)
+    for module in (feed, forward):
+        monkeypatch.setattr(module, "is_compiled", lambda _config, _device: True)
+    found = losses()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert found == pytest.approx(wanted, rel=1e-3)
