@@ -273,7 +273,7 @@ class LossConfig:
     16, 10, 8)."""
     dpace_alpha: float = 0.5
     """slot_weights = dpace: share of certainty mixed into each chance, so that no slot weighs 0."""
-    position_chunk: int = 1920
+    position_chunk: int = 1280
     """Drafted positions whose logits exist at the same time (4 bytes x vocabulary each)."""
 
     def __post_init__(self) -> None:

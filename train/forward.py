@@ -114,6 +114,7 @@ class CompiledForward:
         cos_N, sin_N = drafter.rotary(position_N, block_QH.dtype)
         turn_T = _tiles(cos_N), _tiles(sin_N)
         context_TLH = self._context(drafter, _tiles(feature_NKH))
+        torch._dynamo.mark_static(context_TLH, 1)
         for layer, kind in zip(drafter.layers, self.shape.layer_types, strict=True):
             block_QH = self._layer(
                 layer, _one_length(block_QH), turn_Q, context_TLH, turn_T, masks[kind]
@@ -125,6 +126,7 @@ class CompiledForward:
 def _tiles(rows: Tensor) -> Tensor:
     """[N, ...] -> [T, L, ...]: the compiler sees N = T x 128 and so needs no bounds checks."""
     tiles: Tensor = rows.unflatten(0, (-1, TILE))
+    torch._dynamo.mark_static(tiles, 1)
     return tiles
 
 

@@ -157,11 +157,12 @@ class _Loss:
         stats_FR: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Nothing of the size of the logits is made: their gradient takes their place."""
+        """The gradient of the logits has its own memory: in that of the logits its rows would be
+        spread, and the product with it slower (H200: 40.0 against 39.3 ms for 7,665 rows)."""
         # triton has no build for each platform that has a CPU
         from dflash_pipeline.train import loss_kernel
 
-        slope_PV = loss_kernel.gradient_place(logits_PV, dtype)
+        slope_PV = torch.empty_like(logits_PV, dtype=dtype)
         head, teacher = self.head, self.teacher
         loss_kernel.score_rows(
             logits_PV,

@@ -200,10 +200,12 @@ class Bench:
                 marks.append(time.perf_counter())
             return statistics.median(b - a for a, b in itertools.pairwise(marks)) * 1e3
         events = [torch.cuda.Event(enable_timing=True) for _ in range(num_timed + 1)]
+        begin = time.perf_counter()
         events[0].record()
         for turn, event in enumerate(events[1:]):
             work(turn)
             event.record()
+        self.host_ms = (time.perf_counter() - begin) / num_timed * 1e3
         torch.cuda.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
@@ -345,13 +347,7 @@ def loss(bench: Bench) -> None:
     _loss_figures(bench, shape, sizes.chunks)
     if not bench.is_cuda:
         return
-    from dflash_pipeline.train import loss_kernel
 
-    def apart(logits_PV: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty_like(logits_PV, dtype=dtype)
-
-    with patch.object(loss_kernel, "gradient_place", apart):
-        _loss_figures(bench, shape, sizes.chunks[1:2], " gradient apart")
     _loss_figures(bench, sizes.small, sizes.chunks[1:2])
     hidden, vocab = sizes.wide_head
     wide = replace(shape, hidden_size=hidden, vocab_size=vocab)
@@ -561,6 +557,7 @@ def _bare(
         rows_per_s=size.num_rows / ms * 1e3,
         tokens_per_s=size.num_context / ms * 1e3,
         samples_per_s=1e3 / ms,
+        host_ms=bench.host_ms,
         peak_gib=bench.peak_gib(once),
     )
     if is_profiled:
@@ -604,7 +601,7 @@ def _profile(bench: Bench, name: str, once: Callable[[int], None]) -> None:
 class _Alone:
     """A group of one."""
 
-    def add_up(self, _sums: Tensor) -> None: ...
+    world = 1
 
 
 def _with_optimizer(bench: Bench, model: Model, config: LossConfig, bare_ms: float) -> None:
@@ -689,37 +686,34 @@ def kernel(bench: Bench) -> None:
     label_R = torch.randint(vocab, (rows,), device=bench.device)
     index_R = torch.arange(rows, device=bench.device) * teachers // rows
     stats_FR = torch.empty(5, rows, device=bench.device)
-    tiles = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16))
-    for (tile, warps), (name, config) in itertools.product(tiles, OBJECTIVES.items()):
+    tiles = ((1024, 256), (2048, 256), (2048, 512), (4096, 256))
+    for (tile, warp_values), (name, config) in itertools.product(tiles, OBJECTIVES.items()):
         has_teacher = config.needs_last
-        with (
-            patch.object(loss_kernel, "TILE", tile),
-            patch.object(loss_kernel, "NUM_WARPS", warps),
-        ):
-            constants = loss_kernel.score_constants(vocab, config, 1.0, 0.0)
+        constants = loss_kernel.score_constants(vocab, config, 1.0, 0.0) | {"TILE": tile}
 
-            def once(
-                turn: int,
-                has_teacher: bool = has_teacher,
-                constants: dict[str, Any] = constants,
-            ) -> None:
-                loss_kernel.score_rows(
-                    logits[turn % 2],
-                    target_UV if has_teacher else None,
-                    slope_PV,
-                    label_R,
-                    index_R if has_teacher else None,
-                    stats_FR,
-                    0,
-                    0,
-                    constants,
-                )
+        def once(
+            turn: int,
+            has_teacher: bool = has_teacher,
+            constants: dict[str, Any] = constants,
+        ) -> None:
+            loss_kernel.score_rows(
+                logits[turn % 2],
+                target_UV if has_teacher else None,
+                slope_PV,
+                label_R,
+                index_R if has_teacher else None,
+                stats_FR,
+                0,
+                0,
+                constants,
+            )
 
+        with patch.object(loss_kernel, "WARP_VALUES", warp_values):
             ms = bench.ms(once)
         size_bytes = 2 * logits[0].nbytes + slope_PV.nbytes
         size_bytes += 2 * target_UV.nbytes if has_teacher else 0
         bench.tell(
-            f"kernel {name} tile {tile} warps {warps}, {rows} rows",
+            f"kernel {name} tile {tile} warps {tile // warp_values}, {rows} rows",
             ms=ms,
             gb_per_s=size_bytes / ms / 1e6,
         )
