@@ -138,6 +138,7 @@ class Bench:
 
     def __init__(self, sizes: Sizes, limit_s: float) -> None:
         self.sizes = sizes
+        self.host_ms = 0.0
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.is_cuda else torch.float32
         self.figures: list[dict[str, Any]] = []
