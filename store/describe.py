@@ -19,7 +19,7 @@ from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.store import durable, paths, stripes
 from dflash_pipeline.store.commit import COMMITTED, RELEASED, Commit
 from dflash_pipeline.store.consumers import consumers, presence_text
-from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.report import render
 from dflash_pipeline.store.snippet import snippet
 from dflash_pipeline.store.spec import SAMPLE_STATES, ShardId
@@ -41,7 +41,7 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
     problems: list[str] = []
     found: dict[str, Any] = {"path": str(path), "problems": problems}
     try:
-        store = Store(path, problems)
+        store = _opened(path, problems)
     except (OSError, ValueError) as error:
         if not (root / "zarr.json").exists():
             raise
@@ -84,6 +84,15 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
     found["progress"] = _progress(store, records, found["total"])
     found["sample"] = _sample(store, _named(store, sample), problems)
     return found
+
+
+def _opened(path: str | Path, problems: list[str]) -> Store:
+    """As any reader opens it, or, where that is refused, with what is wrong listed."""
+    try:
+        return open_store(path)
+    except (OSError, ValueError):
+        # a sealed store's records are then read one by one, which takes its time
+        return Store(path, problems)
 
 
 def describe_progress(store: Store) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def write_store(path: Path, num_samples: int) -> Store:
 
     # files without content take no room
     size = sum(layout.num_shards) * 3 << 30
-    with StoreBuilder(path, spec, layout, table, attributes, elsewhere_bytes=size) as builder:
+    with StoreBuilder(path, spec, layout, table, attributes, 0, elsewhere_bytes=size) as builder:
         builder.write_target(np.zeros((VOCABULARY, WIDTH), np.uint16), None, {})
         for shard_id in layout.shard_ids():
             rows, _ = table.rows_of(shard_id)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -210,3 +212,44 @@ def test_opening_after_verify_is_unchanged(tiny: ModuleType, store: Store) -> No
     verify(store.path, deep=True)
     assert tiny.digest(store.path) == before
     assert open_store(store.path).is_complete
+
+
+HOSTILE_DOCUMENTS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "cut": lambda content: content[:-1],
+    "null": lambda _: b"null",
+    "a list": lambda content: b"[" + content + b"]",
+    "nested without end": lambda _: b"[" * 100_000,
+    "any size": lambda content: content.replace(b'"shape":[', b'"shape":[4611686018427387904,'),
+    "a number too large": lambda content: content.replace(
+        b'"zarr_format":3', b'"zarr_format":1e999'
+    ),
+    "no number": lambda content: content.replace(b'"zarr_format":3', b'"zarr_format":NaN'),
+    "code to run": lambda content: content.replace(
+        b'"attributes":{', b'"attributes":{"__reduce__":["os.system","false"],'
+    ),
+    "a path": lambda content: content.replace(b'"separator":"/"', b'"separator":"/../"'),
+}
+DOCUMENTS = ("b1", "b1/hidden", "b1/input_ids", "raw/b1/last", "samples/start", "calibration")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_hostile_document_is_named_and_does_no_harm(name: str, tmp_path: Path) -> None:
+    golden = Path(__file__).parent.parent / "golden" / "store-v1-int4"
+    root = Path(shutil.copytree(golden, tmp_path / "hs", symlinks=True))
+    file = root / name / "zarr.json"
+    sound = file.read_bytes()
+    for what, change in HOSTILE_DOCUMENTS.items():
+        hostile = change(sound)
+        if hostile == sound:
+            # groups have no shape, and few arrays a separator
+            continue
+        file.write_bytes(hostile)
+        problems = verify(root, deep=False).problems
+        assert any(str(file) in problem for problem in problems), (what, problems)
+        json.dumps(describe(root), allow_nan=False)
+        # rows are found by arithmetic, so a reader asks none of these but the calibration
+        with contextlib.suppress(ValueError):
+            assert len(open_store(root).hidden(0)) > 0
+    file.write_bytes(sound)
+    assert verify(root, deep=True).problems == []
