@@ -90,7 +90,7 @@ def _capture(
     target = Target.load(files, store.spec.layer_ids, "cpu", torch.float32)
     with Stop() as stop:
         store = capture(store, target, run.capture, _Silence(), stop)
-    seal(store)
+    seal(store, run.capture)
     problems = verify(store.path, deep=True).problems
     if problems:
         raise ValueError(f"preflight: the trial store is damaged: {'; '.join(problems)}")

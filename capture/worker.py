@@ -76,7 +76,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         except KeyboardInterrupt:
             log.say("stopped; committed shards are kept, run the same command to go on")
             raise
-    seal(store)
+    seal(store, run.capture)
     num_bad = int(np.count_nonzero(store.state_N))
     log.say(
         f"{store.path} is complete: {len(store.table):,} samples, "
@@ -102,8 +102,11 @@ def load_target(run: Run, place: Place, store: Store) -> Target:
     return Target.load(files, store.spec.layer_ids, place.device, dtype)
 
 
-def seal(store: Store) -> None:
-    """Mark a complete store as finished; any of its workers may."""
+def seal(store: Store, config: CaptureConfig) -> None:
+    """Mark a complete store as finished; any of its workers may. What dead ones left goes."""
+    beats = {"heartbeat_s": config.heartbeat_s, "hung_s": config.hung_s}
+    with Leases(store.path, store.layout, **beats) as leases:
+        leases.sweep()
     with plan_lock(store.path, wait_s=SEAL_WAIT_S):
         if not store.is_sealed:
             store.seal()

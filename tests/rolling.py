@@ -63,6 +63,11 @@ def run_of(folder: Path, name: str, quota: str, **train: Any) -> Run:
     return replace(run, train=replace(run.train, **train))
 
 
+def with_checks(run: Run) -> Run:
+    """The same run, whose trainer compares the checksum of every chunk that it reads."""
+    return replace(run, feed=replace(run.feed, check=True))
+
+
 def plan(run: Run, num_samples: int) -> Store:
     """The store of a run over made-up conversations, with nothing captured yet."""
     lengths = np.random.default_rng(0).integers(4, 40, num_samples)

@@ -409,3 +409,16 @@ def test_three_workers_killed_at_random_then_two_give_the_same_store_bit_for_bit
             process.join()
     assert _differing(Path(run.store.path), whole) == []
     assert verify(run.store.path, deep=True).problems == []
+
+
+def test_the_start_after_the_end_removes_what_a_worker_left_that_died_near_it(
+    run: Run, whole: dict[str, bytes]
+) -> None:
+    _capture(run)
+    holders = Path(f"{run.store.path}.logs") / "holders"
+    (holders / "host-1-dead.json").write_text("{}")
+    left = Path(run.store.path) / "b0" / "commit" / "c" / "0" / f".0.{'a' * 32}.tmp"
+    left.touch()
+    _capture(run)
+    assert list(holders.iterdir()) == []
+    assert _differing(Path(run.store.path), whole) == []
