@@ -34,6 +34,7 @@ class RunLog:
         self._status = new_status(place.stage, place.rank, place.device)
         self._told_at = -PROGRESS_EVERY_S
         self._printed_at = -PLAIN_EVERY_S
+        self._said = ""
         self._wait_told_at, self._wait_printed_at = -PROGRESS_EVERY_S, -WAITING_EVERY_S
         # set by the launcher for its child, and valid in that process alone
         descriptor = os.environ.get("DFLASH_PROGRESS_FD", "")
@@ -45,7 +46,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """One line for the person at the terminal, also kept in the log."""
         with self._lock:
-            self._status.text = text
+            self._status.text = self._said = text
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             path = log_path(self._place.log_dir, self._place.stage, self._place.rank)
             with path.open("a") as log:
@@ -85,7 +86,8 @@ class RunLog:
             status, now = self._status, time.time()
             if status.unit != unit or status.begin_time == 0.0 or done < status.begin_done:
                 status.begin_done, status.begin_time = done, now
-            status.state = "running"
+            # what was waited for is over
+            status.state, status.text = "running", self._said
             status.done, status.total, status.unit = done, total, unit
             status.numbers = dict(numbers)
             is_last = total > 0 and done >= total

@@ -76,8 +76,12 @@ def test_the_status_file_follows(place: Place, monkeypatch: pytest.MonkeyPatch) 
     log.progress(2, 8, "steps")
     (status,) = find_statuses(logs)
     assert (status.state, status.done, status.total, status.rank) == ("running", 2, 8, 1)
-    RunLog(place).waiting("for room")
+    log = RunLog(place)
+    log.say("planned")
+    log.waiting("for room")
     assert [(one.state, one.text) for one in find_statuses(logs)] == [("waiting", "for room")]
+    log.progress(3, 8, "steps")
+    assert [(one.state, one.text) for one in find_statuses(logs)] == [("running", "planned")]
 
 
 def test_what_was_done_before_this_process_is_not_in_its_rate(place: Place) -> None:
