@@ -33,21 +33,6 @@ def rolling_store(empty_store: Store) -> Store:
     return empty_store
 
 
-def _commit(tiny: ModuleType, plan: Any, store: Store, num: int) -> None:
-    """Capture the next `num` shards."""
-    clipped = np.zeros(plan.spec.num_amax, np.uint32)
-    with (
-        Leases(store.path, plan.layout, heartbeat_s=1, hung_s=60) as leases,
-        StoreWriter(store, leases, depth=2) as writer,
-    ):
-        for _ in range(num):
-            lease = leases.claim(store.is_open, max_failures=3)
-            assert lease is not None
-            writer.finish(tiny.put_shard(plan, writer, lease), clipped, {}, halved=False)
-            writer.commit()
-    store.refresh()
-
-
 def _row(store: Store, slot: int, used: list[ShardId]) -> Consumer:
     flags = np.array([shard_id in used for shard_id in store.layout.shard_ids()])
     row = Consumer(slot, f"id-{slot}", f"/runs/{slot}", flags)
@@ -64,7 +49,7 @@ def test_a_shard_goes_when_every_run_has_used_it_and_is_told_apart_from_a_missin
 ) -> None:
     store = rolling_store
     first, second, *others = claim_order(store.layout.num_shards)
-    _commit(tiny, plan, store, 2)
+    tiny.capture(plan, store, most=2)
     follower = open_store(store.path)
     sample = store.table.of_shard(first).start
     view = follower.sample(sample)
@@ -105,9 +90,9 @@ def test_without_a_run_or_once_all_is_captured_nothing_goes(
     tiny: ModuleType, plan: Any, rolling_store: Store
 ) -> None:
     store = rolling_store
-    _commit(tiny, plan, store, 1)
+    tiny.capture(plan, store, most=1)
     assert Releases(store).run() == []
-    _commit(tiny, plan, store, sum(store.layout.num_shards) - 1)
+    tiny.capture(plan, store, most=sum(store.layout.num_shards) - 1)
     _row(store, 0, store.layout.shard_ids())
     assert Releases(store).run() == []
     assert store.readable_N.all()
@@ -123,7 +108,7 @@ def test_a_release_that_was_cut_off_is_finished_by_the_next(
 ) -> None:
     store = rolling_store
     first = claim_order(store.layout.num_shards)[0]
-    _commit(tiny, plan, store, 2)
+    tiny.capture(plan, store, most=2)
     _row(store, 0, [first])
     delete = release._delete
 
@@ -149,10 +134,10 @@ def test_a_sealed_store_has_the_same_merged_records_whatever_was_released_before
 ) -> None:
     store = rolling_store
     num_shards = sum(store.layout.num_shards)
-    _commit(tiny, plan, store, num_shards - 1)
+    tiny.capture(plan, store, most=num_shards - 1)
     _row(store, 0, claim_order(store.layout.num_shards)[:2])
     assert len(Releases(store).run()) == 2
-    _commit(tiny, plan, store, 1)
+    tiny.capture(plan, store, most=1)
     store.seal()
     assert tiny.digest(store.path)[paths.SEALED_FILE] == store_digest[paths.SEALED_FILE]
     report = verify(store.path, deep=True)
@@ -176,7 +161,7 @@ def test_verify_finds_what_does_not_belong_to_a_release(
 ) -> None:
     store = rolling_store
     first, second = claim_order(store.layout.num_shards)[:2]
-    _commit(tiny, plan, store, 2)
+    tiny.capture(plan, store, most=2)
     _row(store, 0, [first])
     Releases(store).run()
     (store.path / paths.hidden_file(second)).unlink()
@@ -308,7 +293,7 @@ def test_plain_zarr_reads_the_consumers_and_what_was_released(
     zarr = pytest.importorskip("zarr")
     store = rolling_store
     first = claim_order(store.layout.num_shards)[0]
-    _commit(tiny, plan, store, 1)
+    tiny.capture(plan, store, most=1)
     _row(store, 2, [first])
     Releases(store).run()
     group = zarr.open_group(store.path, mode="r")

@@ -214,15 +214,17 @@ def put_shard(
     return amax
 
 
-def capture(plan: Plan, store: Store, hung_s: float = 60.0, pause_s: float = 0.0) -> int:
-    """Write each open shard that is free; how many."""
+def capture(
+    plan: Plan, store: Store, hung_s: float = 60.0, pause_s: float = 0.0, most: int = 1 << 30
+) -> int:
+    """Write each open shard that is free, at most `most`; how many."""
     count, clipped = 0, np.zeros(plan.spec.num_amax, np.uint32)
     with (
         Leases(store.path, plan.layout, heartbeat_s=0.1, hung_s=hung_s) as leases,
         StoreWriter(store, leases, depth=2) as writer,
     ):
         leases.sweep()
-        while lease := leases.claim(store.is_open, max_failures=3):
+        while count < most and (lease := leases.claim(store.is_open, max_failures=3)):
             amax = put_shard(plan, writer, lease, pause_s, store.calibration)
             writer.finish(amax, clipped, {}, halved=False)
             writer.commit()

@@ -17,11 +17,9 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.configs.status import new_status, write_status
 from dflash_pipeline.store import consumers, drop
-from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.release import Releases
 from dflash_pipeline.store.table import claim_order
-from dflash_pipeline.store.writer import StoreWriter
 from dflash_pipeline.train import consumption, follow, worker
 from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.follow import Draw, Order, Shard
@@ -82,21 +80,6 @@ def order_directory(order: Order) -> Path:
     return order._following._path.parent
 
 
-def _commit(tiny: Any, plan: Any, store: Store, num: int) -> None:
-    """Capture the next `num` shards."""
-    clipped = np.zeros(plan.spec.num_amax, np.uint32)
-    with (
-        Leases(store.path, plan.layout, heartbeat_s=1, hung_s=60) as leases,
-        StoreWriter(store, leases, depth=2) as writer,
-    ):
-        for _ in range(num):
-            lease = leases.claim(store.is_open, max_failures=3)
-            assert lease is not None
-            writer.finish(tiny.put_shard(plan, writer, lease), clipped, {}, halved=False)
-            writer.commit()
-    store.refresh()
-
-
 def _claimed(store: Store) -> list[Shard]:
     return [(0, shard_number(i)) for i in claim_order(store.layout.num_shards)]
 
@@ -116,7 +99,7 @@ def test_half_of_what_is_there_is_trained_and_counts_as_used_after_its_last_step
     tiny: Any, train_plan: Any, rolling_store: Store, order_of: Callable[..., Any]
 ) -> None:
     store, claimed = rolling_store, _claimed(rolling_store)
-    _commit(tiny, train_plan, store, len(claimed) - 1)
+    tiny.capture(train_plan, store, most=len(claimed) - 1)
     order, _ = order_of(store, batch_anchors=6)
     assert order.used(START) == set()
     draws = [order.draw(False)]
@@ -128,7 +111,7 @@ def test_half_of_what_is_there_is_trained_and_counts_as_used_after_its_last_step
     assert order.used(draws[-1].after) == set(claimed[:half])
     assert draws[-1].after.segment == 0
     draws += _all(order)
-    _commit(tiny, train_plan, store, 1)
+    tiny.capture(train_plan, store, most=1)
     store.seal()
     draws += _all(order)
     assert sorted(_places(draws)) == list(range(len(order._samples)))
@@ -143,7 +126,7 @@ def test_a_resumed_run_draws_what_it_drew_though_shards_are_released(
     joined: Callable[..., Consumption],
 ) -> None:
     store = rolling_store
-    _commit(tiny, train_plan, store, len(_claimed(store)) - 1)
+    tiny.capture(train_plan, store, most=len(_claimed(store)) - 1)
     order, _ = order_of(store, batch_anchors=6)
     draws = _all(order)
     begin = next(n for n, draw in enumerate(draws) if draw.after.segment == 1)
@@ -177,7 +160,7 @@ def test_less_than_a_step_is_trained_only_when_no_more_comes_and_it_is_said(
     order_of: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _commit(tiny, train_plan, rolling_store, 1)
+    tiny.capture(train_plan, rolling_store, most=1)
     order, said = order_of(rolling_store, accumulate=50)
     assert order.draw(False) is None
     assert said == []
@@ -197,7 +180,7 @@ def test_an_ordinary_store_never_counts_as_stalled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(follow, "_STALLED_S", 0.01)
-    _commit(tiny, train_plan, growing_store, 1)
+    tiny.capture(train_plan, growing_store, most=1)
     order, said = order_of(growing_store, accumulate=50)
     for _ in range(3):
         assert order.draw(False) is None
@@ -213,7 +196,7 @@ def test_a_run_that_was_dropped_ends_and_may_come_back_while_nothing_it_needs_is
     joined: Callable[..., Consumption],
 ) -> None:
     store = rolling_store
-    _commit(tiny, train_plan, store, 3)
+    tiny.capture(train_plan, store, most=3)
     order, _ = order_of(store)
     draws = _all(order)
     part = joined(store, order, START)
@@ -236,7 +219,7 @@ def test_of_two_runs_the_slower_one_decides(
     joined: Callable[..., Consumption],
 ) -> None:
     store = rolling_store
-    _commit(tiny, train_plan, store, 3)
+    tiny.capture(train_plan, store, most=3)
     order, _ = order_of(store)
     draws = _all(order)
     part = joined(store, order, START)
@@ -259,7 +242,7 @@ def test_a_store_under_a_quota_is_trained_on_once_by_runs_that_were_there_in_tim
     place: Place,
 ) -> None:
     store = rolling_store
-    _commit(tiny, train_plan, store, 2)
+    tiny.capture(train_plan, store, most=2)
     with pytest.raises(UsageError, match=r"train.epochs is 4 where it must be 1; give --epochs 1"):
         worker.main(train_run(), place, NEW)
     first = claim_order(store.layout.num_shards)[0]
@@ -279,7 +262,7 @@ def test_a_run_killed_before_its_checkpoint_has_used_nothing_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = rolling_store
-    _commit(tiny, train_plan, store, 3)
+    tiny.capture(train_plan, store, most=3)
     run = train_run(epochs=1, max_steps=50)
     note = Journal.note
 
@@ -298,7 +281,7 @@ def test_a_run_killed_before_its_checkpoint_has_used_nothing_and_goes_on(
         # what the capture does once there is room
         store.refresh()
         if store.num_released and not store.is_complete:
-            _commit(tiny, train_plan, store, sum(store.layout.num_shards) - 3)
+            tiny.capture(train_plan, store, most=sum(store.layout.num_shards) - 3)
             store.seal()
 
     steps: dict[int, Draw] = {}

@@ -13,9 +13,7 @@ import pytest
 
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
-from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import Store, open_store
-from dflash_pipeline.store.writer import StoreWriter
 from dflash_pipeline.train import follow
 from dflash_pipeline.train.follow import Draw, Order
 from dflash_pipeline.train.order import Position, catalog
@@ -71,20 +69,6 @@ def _all(order: Order) -> list[Draw]:
 def _drawn(draws: list[Draw], epoch: int) -> list[int]:
     batches = [batch for draw in draws if draw.epoch == epoch for batch in draw.batches]
     return np.concatenate(batches).tolist() if batches else []
-
-
-def _commit(tiny: Any, plan: Any, store: Store, num: int) -> None:
-    """Capture the next `num` shards."""
-    clipped = np.zeros(plan.spec.num_amax, np.uint32)
-    with (
-        Leases(store.path, plan.layout, heartbeat_s=1, hung_s=60) as leases,
-        StoreWriter(store, leases, depth=2) as writer,
-    ):
-        for _ in range(num):
-            lease = leases.claim(store.is_open, max_failures=3)
-            assert lease is not None
-            writer.finish(tiny.put_shard(plan, writer, lease), clipped, {}, halved=False)
-            writer.commit()
 
 
 def test_a_whole_store_needs_no_record(
@@ -147,7 +131,7 @@ def test_a_growing_store_gives_committed_samples_alone_each_once(
     num_shards = sum(train_plan.layout.num_shards)
     draws: list[list[Draw]] = [[], []]
     for part in (2, num_shards - 2):
-        _commit(tiny, train_plan, growing_store, part)
+        tiny.capture(train_plan, growing_store, most=part)
         growing_store.refresh()
         for own, order in zip(draws, orders, strict=True):
             own += _all(order)
@@ -177,7 +161,7 @@ def test_a_growing_store_gives_committed_samples_alone_each_once(
 def test_a_torn_line_of_the_record_is_cut_off(
     tiny: Any, train_plan: Any, growing_store: Store, order_of: Callable[..., Order], tmp_path: Path
 ) -> None:
-    _commit(tiny, train_plan, growing_store, 2)
+    tiny.capture(train_plan, growing_store, most=2)
     first = _all(order_of(growing_store))
     record = tmp_path / "order"
     whole = record.read_text()
