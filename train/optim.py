@@ -44,6 +44,17 @@ def _has_kernel(flat: Tensor) -> bool:
     return flat.is_cuda
 
 
+def _add_two(first: Tensor, second: Tensor, out: Tensor) -> None:
+    """Their sum in fp32, each number read and written once."""
+    if not _has_kernel(out):
+        out.copy_(first).add_(second)
+        return
+    # triton has no build for each platform that has a CPU
+    from dflash_pipeline.train.optim_kernel import add_two
+
+    add_two(first, second, out)
+
+
 @dataclass(frozen=True, slots=True)
 class Health:
     """What the host may know about the steps since it last asked."""
@@ -106,6 +117,8 @@ class Optimizer:
         self._num_flags = 0
         self._fresh = set(range(len(named)))
         """Parameters whose gradient is still that of the last step."""
+        self._firsts: dict[int, Tensor] = {}
+        """Gradients of a window's first batch, until there is a second."""
         for index, rounded in enumerate(views(self._rounded)):
             parameter = self._parameters[index]
             self._masters[index].copy_(parameter.detach())
@@ -118,12 +131,15 @@ class Optimizer:
 
         def accumulate(finished: Tensor) -> None:
             assert finished.grad is not None
+            own, finished.grad = finished.grad, None
             if index in self._fresh:
-                gradient.copy_(finished.grad)
+                # written once, together with the second
+                self._firsts[index] = own
                 self._fresh.discard(index)
+            elif index in self._firsts:
+                _add_two(self._firsts.pop(index), own, gradient)
             else:
-                gradient.add_(finished.grad)
-            finished.grad = None
+                gradient.add_(own)
 
         parameter.register_post_accumulate_grad_hook(accumulate)
 
@@ -144,6 +160,9 @@ class Optimizer:
         flat, sums = self._gradient[: self._size], self._gradient[self._size :]
         for index in self._fresh:
             self._gradients[index].zero_()
+        for index, first in self._firsts.items():
+            self._gradients[index].copy_(first)
+        self._firsts.clear()
         sums[2].fill_(float(wants_stop))
         length = torch.linalg.vector_norm(flat)
         self._flag_own(length, sums[1])

@@ -1,7 +1,7 @@
 """Triton: one AdamW step over all parameters as one flat run, and their rounding, in one pass.
 
-Moves 26 bytes a parameter in all: what torch's fused step and the rounding after it would read and
-write a second time is never stored. `train/optim.py` has the plain way.
+Moves 30 bytes a parameter: what torch's fused step and the rounding after it would read and write a
+second time is never stored. `train/optim.py` has the plain way.
 """
 
 # mypy: allow-untyped-decorators
@@ -54,6 +54,26 @@ def adamw_kernel(
     tl.store(average + place, mean, mask=is_inside)
     tl.store(square + place, mean_square, mask=is_inside)
     tl.store(rounded + place, value.to(rounded.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def add_kernel(
+    first: tl.tensor, second: tl.tensor, out: tl.tensor, size: tl.tensor, TILE: tl.constexpr
+) -> None:
+    """out = first + second in the type of `out`."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_inside = place < size
+    one = tl.load(first + place, mask=is_inside).to(out.dtype.element_ty)
+    two = tl.load(second + place, mask=is_inside).to(out.dtype.element_ty)
+    tl.store(out + place, one + two, mask=is_inside)
+
+
+def add_two(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+    """out = first + second, all of one shape; `out` fp32 and contiguous."""
+    size = out.numel()
+    add_kernel[(triton.cdiv(size, TILE),)](
+        first.contiguous(), second.contiguous(), out, size, TILE=TILE, num_warps=NUM_WARPS
+    )
 
 
 def adamw_step(

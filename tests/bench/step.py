@@ -210,7 +210,7 @@ class Bench:
     def host_ms(self, work: Callable[[int], object]) -> float:
         """What the host needs to ask for `work`, the device idle before; the median."""
         spent = []
-        for turn in range(self.sizes.num_timed // 4):
+        for turn in range(-(-self.sizes.num_timed // 4)):
             if self.is_cuda:
                 torch.cuda.synchronize()
             begin = time.perf_counter()
