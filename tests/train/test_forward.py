@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import Run, TrainConfig
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train import feed, forward, worker
 from dflash_pipeline.train.drafter import Drafter
@@ -135,3 +135,18 @@ def test_a_whole_run_compiles_four_graphs_and_learns_what_an_eager_one_does(
     found = losses()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     assert found == pytest.approx(wanted, rel=1e-3)
+
+
+def test_with_compile_off_nothing_is_compiled_or_padded(
+    shape: DrafterShape, train_run: Callable[..., Run], place: Place
+) -> None:
+    cuda = torch.device("cuda")
+    on, off = TrainConfig(), TrainConfig(compile=False)
+    assert forward.is_compiled(on, cuda)
+    assert not forward.is_compiled(off, cuda)
+    assert isinstance(forward.forward_of(Drafter(shape), off, cuda), EagerForward)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = train_run(epochs=1, max_steps=2, compile=False)
+    worker.main(run, place, {"resume": False})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
