@@ -137,6 +137,7 @@ def test_a_whole_run_compiles_four_graphs_and_learns_what_an_eager_one_does(
     assert found == pytest.approx(wanted, rel=1e-3)
 
 
+@pytest.mark.usefixtures("whole_store")
 def test_with_compile_off_nothing_is_compiled_or_padded(
     shape: DrafterShape, train_run: Callable[..., Run], place: Place
 ) -> None:
