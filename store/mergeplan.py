@@ -6,7 +6,7 @@ A shard keeps its samples, their order and its length bucket; buckets of one bou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,19 +65,9 @@ def _other_differences(first: Store, other: Store) -> list[str]:
     values = {
         "mask_token_id": (first.attributes.mask_token_id, other.attributes.mask_token_id),
         "chunk_rows": (first.layout.chunk_rows, other.layout.chunk_rows),
-        # by another share, a prompt may be held out in one and trained on in the other
-        "data.heldout": (_heldout(first.attributes.run), _heldout(other.attributes.run)),
+        "data.heldout": (first.attributes.heldout_shares, other.attributes.heldout_shares),
     }
     return [f"{name}: {one!r} and {two!r}" for name, (one, two) in values.items() if one != two]
-
-
-def _heldout(run: Mapping[str, object]) -> list[object]:
-    """Each share that was held out, of a store that may be merged itself."""
-    parts = run.get("merged")
-    if isinstance(parts, list):
-        return list(dict.fromkeys(share for part in parts for share in _heldout(part)))
-    data = run.get("data")
-    return [data.get("heldout")] if isinstance(data, dict) else []
 
 
 def _check_apart(one: Store, two: Store) -> None:

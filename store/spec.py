@@ -285,3 +285,19 @@ class Attributes:
     def to_dict(self) -> dict[str, object]:
         """Plain JSON values."""
         return to_dict(self)
+
+    @property
+    def heldout_shares(self) -> list[object]:
+        """Each share of prompts that was held out (data.heldout); of a merged store, of each part.
+
+        By another share, a prompt may be held out in one store and trained on in the other.
+        """
+        return _heldout_shares(self.run)
+
+
+def _heldout_shares(run: Mapping[str, object]) -> list[object]:
+    parts = run.get("merged")
+    if isinstance(parts, list):
+        return list(dict.fromkeys(share for part in parts for share in _heldout_shares(part)))
+    data = run.get("data")
+    return [data.get("heldout")] if isinstance(data, dict) else []

@@ -138,6 +138,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             raise ValueError(f"{directory} maps its vocabulary: only full vocabularies are read")
         for extra in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t"):
             del tensors[extra]
+    for tensor_name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{directory}: {tensor_name} holds NaN or Inf: no use as a drafter")
     return Checkpoint(
         path=directory,
         layout=name,

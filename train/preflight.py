@@ -41,15 +41,17 @@ def check_stores(run: Run, stores: Sequence[Store], is_resumed: bool) -> None:
     """UsageError for stores that cannot be trained on together, or not with these settings."""
     first, *others = stores
     for other in others:
-        if found := first.spec.differences(other.spec):
+        if found := _differences(first, other):
             raise UsageError(
                 f"{first.path} and {other.path} cannot be trained together: {'; '.join(found)}"
             )
-        if other.attributes.mask_token_id != first.attributes.mask_token_id:
-            raise UsageError(
-                f"{first.path} and {other.path} have different mask tokens: "
-                f"{first.attributes.mask_token_id} and {other.attributes.mask_token_id}"
-            )
+    for place, store in enumerate(stores):
+        for before in stores[:place]:
+            if before.plan_hash == store.plan_hash:
+                raise UsageError(
+                    f"{before.path} and {store.path} are the same store: each of its samples would "
+                    "count twice; name it once"
+                )
     if run.loss.needs_last and not first.spec.has_last:
         raise UsageError(
             f"loss.kl is {run.loss.kl:g} and loss.tv {run.loss.tv:g}, but {first.path} holds no "
@@ -62,6 +64,20 @@ def check_stores(run: Run, stores: Sequence[Store], is_resumed: bool) -> None:
                 f"{store.path} is still being captured and --no-follow was given: wait for the "
                 "capture to end, or leave --no-follow out"
             )
+
+
+def _differences(first: Store, other: Store) -> list[str]:
+    """What keeps two stores from being trained on together."""
+    one, two = first.attributes, other.attributes
+    found = first.spec.differences(other.spec)
+    if one.mask_token_id != two.mask_token_id:
+        found.append(f"mask token: {one.mask_token_id} and {two.mask_token_id}")
+    if one.heldout_shares != two.heldout_shares:
+        found.append(
+            f"data.heldout: {one.heldout_shares} and {two.heldout_shares}, so that prompts held "
+            "out in one may be trained on in the other; capture one of them again"
+        )
+    return found
 
 
 def _check_rolling(run: Run, store: Store, is_resumed: bool) -> None:

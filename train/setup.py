@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -31,12 +31,24 @@ from dflash_pipeline.train.noise import Noise
 from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.order import Catalog, Position, catalog, planned_steps
 from dflash_pipeline.train.profile import Profiler
+from dflash_pipeline.train.rope import inverse_frequencies
 from dflash_pipeline.train.saver import Saver
 from dflash_pipeline.train.selection import dropped_lines, kept_samples
 from dflash_pipeline.train.shape import DrafterShape, drafter_shape
 from dflash_pipeline.train.stop import StopWish
 
 IDLE_S = 0.5
+# of a drafter's shape, what weights that were learned under another value can be used with: blocks
+# of another length may be what the run is for, and RoPE is compared by its frequencies
+_NOT_LEARNED = {
+    "block_size",
+    "rope_scaling",
+    "max_position_embeddings",
+    "init_std",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
 
 
 @dataclass(slots=True)
@@ -202,18 +214,20 @@ def build(
 
 
 def take_over(drafter: Drafter, path: str) -> None:
-    """Weights of another checkpoint. UsageError unless it is a drafter of the same shape."""
+    """Weights of another checkpoint. UsageError unless it is a drafter of the same arithmetic."""
     found = read_checkpoint(path)
-    names = ["layer_ids", "mask_token_id", "head_dim", "rope_theta", "rms_norm_eps"]
-    names += ["layer_types", "sliding_window"]
+    names = [one.name for one in fields(DrafterShape) if one.name not in _NOT_LEARNED]
     # the speculators layout of others does not say how many layers its target has
-    if found.layout == "zlab":
-        names.append("num_target_layers")
+    if found.layout != "zlab":
+        names.remove("num_target_layers")
     wrong = [
         f"{name} {getattr(found.shape, name)}, wanted {getattr(drafter.shape, name)}"
         for name in names
         if getattr(found.shape, name) != getattr(drafter.shape, name)
     ]
+    if not _turns_alike(found.shape, drafter.shape):
+        mine, theirs = drafter.shape.rope_scaling, found.shape.rope_scaling
+        wrong.append(f"rope_scaling {theirs}, wanted {mine}")
     wanted = {name: tuple(tensor.shape) for name, tensor in drafter.named_parameters()}
     sizes = {name: tuple(tensor.shape) for name, tensor in found.tensors.items()}
     wrong += [
@@ -227,3 +241,14 @@ def take_over(drafter: Drafter, path: str) -> None:
             "drafter.* to its shape, or begin without --init-from"
         )
     drafter.load_state_dict(found.tensors)
+
+
+def _turns_alike(one: DrafterShape, other: DrafterShape) -> bool:
+    """Whether both have the same rotary frequencies, whatever words state their scaling."""
+    (first, scale), (second, other_scale) = (
+        inverse_frequencies(
+            shape.head_dim, shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings
+        )
+        for shape in (one, other)
+    )
+    return scale == other_scale and torch.equal(first, second)

@@ -22,7 +22,13 @@ SLIDING = "sliding_attention"
 # heads, KV heads and head width where the target's own do not suit a plain attention layer:
 # what the public drafters of Qwen3.5 and Qwen3.6 use
 _PLAIN_HEADS = (32, 8, 128)
-_ROPE_TYPES = ("linear", "yarn", "llama3")
+_LENGTH = "original_max_position_embeddings"
+# kind -> the numbers that it must state; of yarn transformers fills in all that is left out
+_ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "yarn": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+}
 _NOT_SCALING = ("rope_theta", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -110,18 +116,40 @@ class DrafterShape:
                 f"layer types {self.layer_types} do not fit a sliding window of "
                 f"{self.sliding_window}"
             )
-        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in _ROPE_TYPES:
-            raise ValueError(
-                f"RoPE scaling {self.rope_scaling.get('rope_type')!r} is not known here, expected "
-                f"one of {', '.join(_ROPE_TYPES)}"
-            )
-        if not self.rope_theta > 0:
-            raise ValueError(f"drafter rope_theta must be above 0, got {self.rope_theta}")
+        for name in (
+            "rope_theta",
+            "rms_norm_eps",
+            "init_std",
+            "input_embedding_scale",
+            "output_multiplier",
+        ):
+            _check_positive(f"drafter {name}", getattr(self, name))
+        if self.final_logit_softcapping:
+            _check_positive("drafter final_logit_softcapping", self.final_logit_softcapping)
+        if self.rope_scaling is not None:
+            _check_rope_scaling(self.rope_scaling)
 
     @property
     def num_features(self) -> int:
         """K, the hidden states of one token."""
         return len(self.layer_ids)
+
+
+def _check_rope_scaling(scaling: Mapping[str, Any]) -> None:
+    kind = scaling.get("rope_type")
+    if kind not in _ROPE_NUMBERS:
+        raise ValueError(
+            f"RoPE scaling {kind!r} is not known here, expected one of {', '.join(_ROPE_NUMBERS)}"
+        )
+    stated = [name for name in ("factor", _LENGTH) if scaling.get(name) is not None]
+    for name in dict.fromkeys((*_ROPE_NUMBERS[kind], *stated)):
+        _check_positive(f"{kind} RoPE scaling's {name}", scaling.get(name))
+
+
+def _check_positive(name: str, value: object) -> None:
+    is_number = isinstance(value, (int, float)) and math.isfinite(value)
+    if not is_number or not value > 0:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
 
 
 def tensor_shapes(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
@@ -265,9 +293,7 @@ def _rope_scaling(target: Mapping[str, Any]) -> dict[str, Any] | None:
     scaling = {name: value for name, value in stated.items() if name not in _NOT_SCALING}
     scaling["rope_type"] = rope_type
     if rope_type in ("yarn", "llama3"):
-        scaling.setdefault(
-            "original_max_position_embeddings", int(target["max_position_embeddings"])
-        )
+        scaling.setdefault(_LENGTH, int(target["max_position_embeddings"]))
     return scaling
 
 

@@ -250,9 +250,14 @@ def _cast(body: dict[str, torch.Tensor]) -> None:
     body["norm.weight"] = body["norm.weight"].to(torch.int8)
 
 
+def _spoil(body: dict[str, torch.Tensor]) -> None:
+    body["layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (_spoil, r"layers\.0\.mlp\.up_proj\.weight holds NaN or Inf"),
         (_drop, r"missing norm.weight \[16\]"),
         (_add, r"unexpected rotary.frequency \[4\]"),
         (_widen, r"fc.weight is \[16, 32\], expected \[16, 48\]"),

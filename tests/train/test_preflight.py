@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import LossConfig, Run
-from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train.preflight import check_stores, rehearse
 from dflash_pipeline.train.shape import DrafterShape
 
@@ -48,6 +49,29 @@ def test_stores_of_different_targets_are_refused_with_the_differences(
     other.spec = replace(other.spec, tokenizer_hash="other")
     with pytest.raises(UsageError, match="tokenizer_hash"):
         check_stores(train_run(), [whole_store, other], is_resumed=False)
+
+
+def test_stores_that_hold_out_other_prompts_are_refused(
+    train_run: Callable[..., Run], whole_store: Store
+) -> None:
+    """Also where one of them was merged: none of its parts may hold out another share."""
+    run: dict[str, object]
+    for run in ({"data": {"heldout": 0.5}}, {"merged": [{}, {"data": {"heldout": 0.5}}]}):
+        other = Store(whole_store.path, None)
+        other.plan_hash = "another"
+        check_stores(train_run(), [whole_store, other], is_resumed=False)
+        other.attributes = replace(other.attributes, run=run)
+        with pytest.raises(UsageError, match=r"data\.heldout: \[\] and \[0\.5\]"):
+            check_stores(train_run(), [whole_store, other], is_resumed=False)
+
+
+def test_one_store_under_two_names_is_refused(
+    train_run: Callable[..., Run], whole_store: Store, tmp_path: Path
+) -> None:
+    (tmp_path / "again").symlink_to(whole_store.path)
+    again = open_store(tmp_path / "again")
+    with pytest.raises(UsageError, match=r"hs and .*again are the same store"):
+        check_stores(train_run(), [whole_store, again], is_resumed=False)
 
 
 @pytest.mark.parametrize("loss", [LossConfig(kl=1.0), LossConfig(tv=1.0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -194,3 +195,28 @@ def test_what_does_not_fit_is_named(
 def test_a_mask_token_outside_the_embedding_is_refused() -> None:
     with pytest.raises(ValueError, match="mask token 151936"):
         dataclasses.replace(shape(QWEN3_8B), mask_token_id=151936)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": math.inf},
+        {"rms_norm_eps": -1e-6},
+        {"rope_theta": math.nan},
+        {"init_std": 0.0},
+        {"input_embedding_scale": math.inf},
+        {"output_multiplier": -1.0},
+        {"final_logit_softcapping": -30.0},
+        {"rope_scaling": {"rope_type": "linear"}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": "4"}},
+        {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": -1}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+    ],
+)
+def test_a_number_that_makes_no_arithmetic_is_named(changes: dict[str, Any]) -> None:
+    (value,) = changes.values()
+    names = list(value) if isinstance(value, dict) else list(changes)
+    with pytest.raises(ValueError, match="must be a finite number above 0") as caught:
+        dataclasses.replace(shape(QWEN3_8B), **changes)
+    assert any(name in str(caught.value) for name in (*names, "factor"))

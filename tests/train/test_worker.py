@@ -25,7 +25,7 @@ from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train import setup, worker
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import write_speculators
+from dflash_pipeline.train.export import write_speculators, write_zlab
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.shape import DrafterShape
@@ -115,6 +115,42 @@ def test_a_run_may_begin_from_a_speculators_checkpoint_of_others(
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match="rms_norm_eps 1e-05, wanted 1e-06"):
         setup.take_over(second, str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_theta", 5e5),
+        ("input_embedding_scale", 3.0),
+        ("output_multiplier", 0.5),
+        ("final_logit_softcapping", 30.0),
+        ("mask_token_id", 5),
+        ("num_target_layers", 9),
+    ],
+)
+def test_weights_of_another_arithmetic_are_not_taken_over(
+    name: str, value: Any, shape: DrafterShape, tmp_path: Path
+) -> None:
+    """Every tensor fits; what is computed with it would not be what it was trained for."""
+    first = Drafter(replace(shape, **{name: value}))
+    first.initialise(1)
+    write_zlab(tmp_path / "theirs", replace(shape, **{name: value}), first.state_dict())
+    with pytest.raises(UsageError, match=f"{name} .*, wanted"):
+        setup.take_over(Drafter(shape), str(tmp_path / "theirs"))
+
+
+def test_blocks_of_another_length_are_learned_from_the_same_weights(
+    shape: DrafterShape, tmp_path: Path
+) -> None:
+    first, second = Drafter(replace(shape, block_size=shape.block_size + 2)), Drafter(shape)
+    first.initialise(1)
+    write_zlab(
+        tmp_path / "theirs", replace(shape, block_size=shape.block_size + 2), first.state_dict()
+    )
+    setup.take_over(second, str(tmp_path / "theirs"))
+    for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
+        assert torch.equal(mine, theirs.bfloat16().float())
 
 
 @pytest.mark.parametrize("noise_std", [0.0, 0.1])
