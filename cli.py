@@ -22,7 +22,7 @@ from typing import NoReturn
 import click
 
 from dflash_pipeline.capture import sources
-from dflash_pipeline.configs import child, fleet, gpus, inputs, status, torchrun
+from dflash_pipeline.configs import child, counts, fleet, gpus, inputs, status, torchrun
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
@@ -124,6 +124,7 @@ def generate(
 @option("--quota", "capture.quota")
 @option("--calibration-from", "capture.calibration_from")
 @option("--force", "capture.force", turns=True)
+@option("--price", "capture.price")
 @options(*TEMPLATE)
 @click.option("--plan", is_flag=True, help="Count samples, tokens and bytes, and stop.")
 @placed
@@ -164,6 +165,9 @@ def capture(
         module, function = ("planning", "plan_and_capture") if is_alone else ("worker", "main")
         entry = f"dflash_pipeline.capture.{module}:{function}"
         code = _stage(entry, run, devices, "capture", logs, extra, share_gpu)
+        workers = [one for one in status.find_statuses(Path(store)) if one.stage == "capture"]
+        for text in counts.closing_lines(workers, run.capture.price) if code == 0 else []:
+            click.echo(text)
     following = line(context, train, {"train.stores": (",".join((store, *further)),)}, config, sets)
     return _end(code, following, _this_line())
 

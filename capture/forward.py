@@ -14,8 +14,12 @@ from dflash_pipeline.capture.offload import Slot
 from dflash_pipeline.capture.pack import Packer, index_batch
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.capture.warmup import num_positions
+from dflash_pipeline.configs.memory import report, usage
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.table import teacher_positions
+
+MORE_GPUS = "use GPUs with more memory"
+LESS_MEMORY = f"lower capture.token_budget in another --store (the plan fixes it), or {MORE_GPUS}"
 
 
 class ForwardFailed(Exception):
@@ -34,30 +38,30 @@ class Forward:
         self._packer = Packer(store.calibration, target.device)
         if target.device.type == "cuda":
             self._packer.warm_up(target.dtype, target.device)
-        self.num_places = 0
-        """Tokens computed so far, padding included."""
+
+    def shape(self, batch: slice) -> tuple[int, int]:
+        """Sequences B and padded length T of a batch."""
+        longest = int(self._store.table.num_tokens[batch].max())
+        return batch.stop - batch.start, num_positions(longest, self._store.layout)
 
     def compute(self, batch: slice, slot: Slot) -> bool:
         """Fill the slot with the rows of the samples `batch`; True if it had to be halved.
 
         The host does not wait for the device. Raises ForwardFailed.
         """
-        num_sequences = batch.stop - batch.start
-        longest = int(self._store.table.num_tokens[batch].max())
-        width = num_positions(longest, self._store.layout)
-        self.num_places += num_sequences * width
+        num_sequences, width = self.shape(batch)
         try:
             self._part(batch, width, slot)
             return False
         except torch.OutOfMemoryError as error:
-            shape = f"{num_sequences} x {width} tokens"
-            report = f"out of memory with a batch of {shape}: {self._memory()}"
+            shape = f"a batch of {num_sequences} x {width} tokens"
+            found = self._report(shape, error)
             if num_sequences == 1:
-                raise ForwardFailed(report) from error
+                raise ForwardFailed(found) from error
         except Exception as error:
             raise ForwardFailed(f"{type(error).__name__}: {error}") from error
         # outside of the handler: the error's frames would keep the batch's tensors alive
-        self._say(f"{report}; halving it")
+        self._say(f"{found}; halving it")
         if self._target.device.type == "cuda":
             torch.cuda.synchronize(self._target.device)
             torch.cuda.empty_cache()
@@ -66,10 +70,10 @@ class Forward:
         try:
             for half in (slice(batch.start, middle), slice(middle, batch.stop)):
                 self._part(half, width, slot)
+        except torch.OutOfMemoryError as error:
+            raise ForwardFailed(self._report(f"half of {shape}", error)) from error
         except Exception as error:
-            raise ForwardFailed(
-                f"half of a batch of {shape}: {type(error).__name__}: {error}"
-            ) from error
+            raise ForwardFailed(f"half of {shape}: {type(error).__name__}: {error}") from error
         return True
 
     def check_device(self, failed: ForwardFailed) -> None:
@@ -101,17 +105,11 @@ class Forward:
         last_BTH = self._target.run(part.ids_BT, take)
         self._packer.last(last_BTH, part.index, part.out)
 
-    def _memory(self) -> str:
+    def _report(self, where: str, error: torch.OutOfMemoryError) -> str:
         """What holds the device's memory."""
-        device = self._target.device
-        weights = sum(p.numel() * p.element_size() for p in self._target.model.parameters())
-        text = f"weights {weights / 1e9:.2f} GB, row buffers {self._buffer_bytes / 1e9:.2f} GB"
-        if device.type != "cuda":
-            return text
-        peak = torch.cuda.max_memory_allocated(device)
-        free, total = torch.cuda.mem_get_info(device)
-        return (
-            f"{text}, activations up to {(peak - weights - self._buffer_bytes) / 1e9:.2f} GB, "
-            f"reserved {torch.cuda.memory_reserved(device) / 1e9:.2f} GB, "
-            f"free {free / 1e9:.2f} of {total / 1e9:.2f} GB"
-        )
+        holdings = {
+            "weights": self._target.weight_bytes,
+            "the ring of row buffers": self._buffer_bytes,
+        }
+        used = usage(torch, self._target.device)
+        return report(used, holdings, where, str(error), "activations", LESS_MEMORY)

@@ -82,8 +82,11 @@ class Slot:
             faintest_BL=torch.empty((sizes.num_sequences, sizes.num_bounds), device=device),
         )
         is_cuda = device.type == "cuda"
-        self.packed = cuda.Event() if is_cuda else None
+        # two that are timed: between them the device works on the batch
+        self.begun = cuda.Event(enable_timing=True) if is_cuda else None
+        self.packed = cuda.Event(enable_timing=True) if is_cuda else None
         self.copied = cuda.Event() if is_cuda else None
+        self.begun_at = 0.0
         self.clear()
 
     @property
@@ -143,12 +146,16 @@ class Parcel:
     faintest_BL: NDArray[np.float32]
     release: Callable[[], None]
     """Gives the buffer back; any thread, once."""
-    _copied: torch.cuda.Event | None
+    _slot: Slot
+    device_s: float = 0.0
+    """Seconds in which the device worked on it; known once it was waited for."""
 
     def wait(self) -> None:
-        """Until the bytes are there; other threads run meanwhile."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Until the bytes are there; other threads run meanwhile. Before the slot is lent again."""
+        slot = self._slot
+        if slot.copied is not None and slot.begun is not None and slot.packed is not None:
+            slot.copied.synchronize()
+            self.device_s = slot.begun.elapsed_time(slot.packed) / 1e3
 
 
 class _Buffer:
@@ -225,6 +232,9 @@ class Offload:
             for rows in (slot.rows.hidden_NKR, slot.rows.last_MR):
                 rows.fill_(POISON)
         slot.clear()
+        slot.begun_at = time.perf_counter()
+        if slot.begun is not None:
+            slot.begun.record(cuda.current_stream(self._device))
         return slot
 
     def send(self, slot: Slot, waiting: Callable[[], None]) -> Parcel:
@@ -233,6 +243,9 @@ class Offload:
         `waiting` is called again and again while no host buffer is free; what it raises is raised
         here, so that a writer that has failed does not leave us waiting.
         """
+        worked_s = time.perf_counter() - slot.begun_at
+        if slot.packed is not None:
+            slot.packed.record(cuda.current_stream(self._device))
         buffer = self._take(waiting)
         num_rows, num_last_rows = slot.num_rows, slot.num_last_rows
         pairs = (
@@ -245,7 +258,6 @@ class Offload:
             for there, here in pairs:
                 there.copy_(here)
         else:
-            slot.packed.record(cuda.current_stream(self._device))
             with cuda.stream(self._stream):
                 self._stream.wait_event(slot.packed)
                 for there, here in pairs:
@@ -258,7 +270,8 @@ class Offload:
             largest.numpy(),
             faintest.numpy(),
             self._releaser(buffer),
-            slot.copied,
+            slot,
+            worked_s,
         )
 
     def _take(self, waiting: Callable[[], None]) -> _Buffer:

@@ -18,6 +18,7 @@ from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.capture.worker import capture, seal
+from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.check import verify
 
@@ -112,5 +113,8 @@ class _Silence:
     def waiting(self, text: str) -> None:
         """Nothing."""
 
-    def progress(self, done: float, total: float, unit: str, **numbers: float) -> None:
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def counted(self, done: float, total: float, unit: str, counts: Counts) -> None:
         """Nothing."""

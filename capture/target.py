@@ -109,6 +109,12 @@ class Target:
         """Compute type."""
         return self.head.weight.dtype
 
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights on `device` hold."""
+        parameters = self.model.parameters()
+        return sum(p.numel() * p.element_size() for p in parameters if p.device == self.device)
+
     @torch.inference_mode()
     def forward(self, ids_BT: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """hidden_KBTH (a list over K of [B, T, H]) and the post-norm last_BTH.

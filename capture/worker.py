@@ -7,6 +7,8 @@ Letters: L = K captured layers, then `last` where it is stored.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -18,17 +20,20 @@ from numpy.typing import NDArray
 
 from dflash_pipeline.capture import gate
 from dflash_pipeline.capture.calibrating import calibrated
-from dflash_pipeline.capture.forward import Forward, ForwardFailed
+from dflash_pipeline.capture.forward import MORE_GPUS, Forward, ForwardFailed
 from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.offload import Offload, Parcel
 from dflash_pipeline.capture.pack import bad_sequences
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target, compute_dtype
 from dflash_pipeline.capture.warmup import largest_batch, planned_shapes, warm_up
+from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.memory import explained, usage
 from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import CaptureConfig, Run
 from dflash_pipeline.configs.sizes import parse_size
+from dflash_pipeline.configs.status import process_age_s
 from dflash_pipeline.store.build import plan_lock
 from dflash_pipeline.store.lease import Lease, Leases
 from dflash_pipeline.store.quota import Room
@@ -38,6 +43,7 @@ from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.writer import StoreWriter
 
 IDLE_S = 0.5
+NOTE_EVERY_S = 60.0
 SEAL_WAIT_S = 600.0
 
 
@@ -47,14 +53,17 @@ class Voice(Protocol):
     def say(self, text: str) -> None:
         """A line for people."""
 
+    def note(self, text: str) -> None:
+        """A line for the log file alone."""
+
     def state(self, state: str) -> None:
         """running, waiting, ..."""
 
     def waiting(self, text: str) -> None:
         """What the capture waits for."""
 
-    def progress(self, done: float, total: float, unit: str, **numbers: float) -> None:
-        """How far the whole capture is."""
+    def counted(self, done: float, total: float, unit: str, counts: Counts) -> None:
+        """How far the whole capture is, and what this worker has done."""
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -67,7 +76,8 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     prepare_torch(place)
     store = open_store(run.store.path)
     if not store.is_complete:
-        target = load_target(run, place, store)
+        with explained_start(place):
+            target = load_target(run, place, store)
         warm_up(target, planned_shapes(store))
         log.say(f"{run.target.id} is ready on {place.device} ({target.dtype})")
         try:
@@ -88,6 +98,12 @@ def prepare_torch(place: Place) -> None:
     """Settings that must stand before CUDA starts."""
     torch.set_num_threads(place.threads)
     let_memory_grow(torch.__version__)
+
+
+def explained_start(place: Place) -> contextlib.AbstractContextManager[None]:
+    """Say what holds the device's memory where the target itself does not fit."""
+    device = torch.device(place.device)
+    return explained(torch, device, dict, lambda: "loading the target", "weights", MORE_GPUS)
 
 
 def load_target(run: Run, place: Place, store: Store) -> Target:
@@ -112,8 +128,18 @@ def seal(store: Store, config: CaptureConfig) -> None:
             store.seal()
 
 
-def capture(store: Store, target: Target, config: CaptureConfig, log: Voice, stop: Stop) -> Store:
-    """Take free shards and write them until the store is complete; the store as it is then."""
+def capture(
+    store: Store,
+    target: Target,
+    config: CaptureConfig,
+    log: Voice,
+    stop: Stop,
+    timed: list[BatchTime] | None = None,
+) -> Store:
+    """Take free shards and write them until the store is complete; the store as it is then.
+
+    timed: each batch is added to it.
+    """
     beats = {"heartbeat_s": config.heartbeat_s, "hung_s": config.hung_s}
     with Leases(store.path, store.layout, **beats) as leases:
         leases.sweep()
@@ -139,7 +165,7 @@ def capture(store: Store, target: Target, config: CaptureConfig, log: Voice, sto
             ) as offload,
             StoreWriter(store, leases, depth=config.host_buffers) as writer,
         ):
-            worker = Worker(store, target, config, log, stop, leases, offload, writer)
+            worker = Worker(store, target, config, log, stop, leases, offload, writer, timed)
             room = Room(store, leases, parse_size(config.quota))
             while not store.is_complete:
                 lease = room.claim(config.max_shard_failures)
@@ -155,7 +181,20 @@ def capture(store: Store, target: Target, config: CaptureConfig, log: Voice, sto
                 if not store.is_complete:
                     wait()
                     time.sleep(IDLE_S)
+                    worker.idle_s += IDLE_S
+        log.note(worker.counts().text())
     return store
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTime:
+    """What one batch took."""
+
+    num_sequences: int
+    num_positions: int
+    """Its padded length."""
+    device_s: float
+    """Seconds in which the device worked on it."""
 
 
 @dataclass(slots=True)
@@ -182,12 +221,19 @@ class Worker:
         leases: Leases,
         offload: Offload,
         writer: StoreWriter,
+        timed: list[BatchTime] | None,
     ) -> None:
         self._store, self._target, self._config, self._log = store, target, config, log
         self._stop, self._leases, self._offload, self._writer = stop, leases, offload, writer
         self._forward = Forward(store, target, offload.device_bytes, log.say)
         self._is_gated = False
         self._num_taken = self._num_failed = self._num_tokens = 0
+        self._num_places = self._size_bytes = 0
+        self._timed, self._begin, self._noted_at = timed, time.monotonic(), time.monotonic()
+        self._device_s = 0.0
+        self._last_failure = ""
+        self.idle_s = 0.0
+        """Seconds without a shard to take."""
         self._in_flight: list[tuple[slice, Parcel]] = []
         # handed to the writer's thread and not yet seen committed -> tokens, bad samples
         self._submitted: dict[ShardId, tuple[int, int]] = {}
@@ -212,6 +258,7 @@ class Worker:
             self._num_taken += 1
         except ForwardFailed as failed:
             self._num_failed += 1
+            self._last_failure = f"shard {lease.shard_id}: {failed}"
             self._drop(lease, failed)
             self._forward.check_device(failed)
             # nothing works here: it is not the shards
@@ -225,8 +272,8 @@ class Worker:
         if left and all(failures.get(i, 0) >= most for i in left):
             raise ValueError(
                 f"shards {', '.join(map(str, left))} of {self._store.path} failed {most} times "
-                "each and were set aside, the rest is captured; the log has the reasons, the same "
-                "command tries again"
+                "each and were set aside, the rest is captured; the same command tries again. "
+                f"{self._last_failure or 'The logs of the other workers have the reasons'}"
             )
 
     def _write(self, lease: Lease) -> None:
@@ -251,24 +298,43 @@ class Worker:
         """Hand the oldest batch in flight to the writer."""
         batch, parcel = self._in_flight.pop(0)
         parcel.wait()
+        self._device_s += parcel.device_s
+        if self._timed is not None:
+            self._timed.append(BatchTime(*self._forward.shape(batch), parcel.device_s))
         bad = bad_sequences(parcel.largest_BL, parcel.faintest_BL)
         is_good_B = ~np.isin(np.arange(batch.stop - batch.start), list(bad))
         largest_L = parcel.largest_BL[is_good_B].max(axis=0, initial=0)
         tally.amax_L = np.maximum(tally.amax_L, largest_L)
         tally.bad |= {batch.start + sequence: reason for sequence, reason in bad.items()}
         num_tokens = len(parcel.hidden_NKR)
+        self._num_places += math.prod(self._forward.shape(batch))
+        self._size_bytes += parcel.hidden_NKR.nbytes + parcel.last_MR.nbytes
         last_MR = parcel.last_MR if self._store.spec.has_last else None
         self._writer.put(parcel.hidden_NKR, last_MR, parcel.release)
         tally.num_tokens += num_tokens
         self._num_tokens += num_tokens
         ahead = sum(num_tokens for num_tokens, _ in self._submitted.values()) + tally.num_tokens
         total = int(self._store.table.num_tokens.sum())
-        self._log.progress(
-            min(self._num_committed + ahead, total),
-            total,
-            "tokens",
-            padding=1 - self._num_tokens / max(self._forward.num_places, 1),
-            disk_wait_s=self._offload.wait_s,
+        counts = self.counts()
+        self._log.counted(min(self._num_committed + ahead, total), total, "tokens", counts)
+        if time.monotonic() - self._noted_at >= NOTE_EVERY_S:
+            self._noted_at = time.monotonic()
+            self._log.note(counts.text())
+
+    def counts(self) -> Counts:
+        """What this worker has done so far."""
+        used = usage(torch, self._target.device)
+        return Counts(
+            held_s=process_age_s(),
+            seconds=time.monotonic() - self._begin,
+            device_s=self._device_s,
+            buffer_wait_s=self._offload.wait_s + self._writer.wait_s,
+            idle_s=self.idle_s,
+            num_tokens=self._num_tokens,
+            num_places=self._num_places,
+            size_bytes=self._size_bytes,
+            device_bytes=used.reserved,
+            host_bytes=used.host_peak,
         )
 
     def _check_bad(self, tally: _Tally) -> None:

@@ -199,7 +199,7 @@ class _Child:
                 elif "waiting" in message:
                     screen.waiting(message["waiting"])
                 else:
-                    screen.progress(message)
+                    screen.progress(self.place.rank, message)
 
 
 def _watch(

@@ -181,6 +181,8 @@ class CaptureConfig:
     quota: str = ""
     """Most bytes of the store on disk, as in 4TB or 1.5TiB: capture waits there until every
     training run that follows the store has used a shard, which is deleted then. Empty: no bound."""
+    price: float = 0.0
+    """What a GPU costs an hour, in any currency; 0: no cost is told."""
     force: bool = False
     """Capture although int8 or int4 misses its error bounds for this target; the store says so."""
     calibration_from: str = ""
@@ -191,6 +193,7 @@ class CaptureConfig:
 
     def __post_init__(self) -> None:
         parse_size(self.quota)
+        _need(self.price >= 0, f"capture.price must be at least 0, got {self.price}")
         _need(self.device_buffers >= 2, "capture.device_buffers must be at least 2")
         _need(self.host_buffers >= 2, "capture.host_buffers must be at least 2")
         _need(self.token_budget >= 64, "capture.token_budget must be at least 64")

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from dflash_pipeline.configs import counts
+
 # a log file that somebody reads later wants few lines
 PLAIN_EVERY_S = 10.0
 WAITING_EVERY_S = 60.0
@@ -35,6 +37,7 @@ class Screen:
         self._shown_at = -PLAIN_EVERY_S
         self._waited_at = -WAITING_EVERY_S
         self._latest: Mapping[str, Any] = {}
+        self._counts: dict[int, counts.Counts] = {}
 
     def say(self, rank: int, text: str) -> None:
         self._clear()
@@ -47,7 +50,11 @@ class Screen:
         self._lines.write(text + "\n")
         self._lines.flush()
 
-    def progress(self, message: Mapping[str, Any]) -> None:
+    def progress(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Show how far the stage is; counts are added up over the ranks."""
+        if message.get("counts"):
+            self._counts[rank] = counts.of(message["counts"])
+            message = {**message, "numbers": counts.total(self._counts.values()).numbers()}
         if self._latest.get("unit") == message["unit"] and self._latest["total"]:
             # another rank knows less, or tells the end again
             is_behind = message["done"] < self._latest["done"]

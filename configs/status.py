@@ -37,6 +37,8 @@ class Status:
     """Where `done` stood when this process began to count; the rate leaves it out."""
     begin_time: float = 0.0
     numbers: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+    """Of a capture's worker: the sums of `configs/counts.py`."""
     error: str = ""
 
     @property
@@ -64,6 +66,12 @@ def process_start(pid: int) -> float:
     fields_after_name = text.rpartition(")")[2].split()
     # a zombie has ended: only its parent has not noticed yet
     return 0.0 if fields_after_name[0] == "Z" else float(fields_after_name[19])
+
+
+def process_age_s() -> float:
+    """Seconds since this process began."""
+    ticks = process_start(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def status_path(log_dir: str, stage: str, rank: int) -> Path:

@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
+from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.screen import PLAIN_EVERY_S, WAITING_EVERY_S, progress_line
 from dflash_pipeline.configs.status import log_path, new_status, write_status
@@ -56,6 +58,13 @@ class RunLog:
             else:
                 self._send({"say": text})
 
+    def note(self, text: str) -> None:
+        """One line for the log file alone."""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        path = log_path(self._place.log_dir, self._place.stage, self._place.rank)
+        with self._lock, path.open("a") as log:
+            log.write(f"{stamp} {text}\n")
+
     def state(self, state: str) -> None:
         """`running`, `waiting`, ...: what `dflash status` shows."""
         with self._lock:
@@ -82,6 +91,20 @@ class RunLog:
 
         `numbers` are shown beside it (name=value) and stand in the status file.
         """
+        self._progress(done, total, unit, numbers, {})
+
+    def counted(self, done: float, total: float, unit: str, counts: Counts) -> None:
+        """As `progress`, with what this process has done; the launcher adds up all of them."""
+        self._progress(done, total, unit, counts.numbers(), asdict(counts))
+
+    def _progress(
+        self,
+        done: float,
+        total: float,
+        unit: str,
+        numbers: Mapping[str, float],
+        counts: Mapping[str, float],
+    ) -> None:
         with self._lock:
             status, now = self._status, time.time()
             if status.unit != unit or status.begin_time == 0.0 or done < status.begin_done:
@@ -89,7 +112,7 @@ class RunLog:
             # what was waited for is over
             status.state, status.text = "running", self._said
             status.done, status.total, status.unit = done, total, unit
-            status.numbers = dict(numbers)
+            status.numbers, status.counts = dict(numbers), dict(counts)
             is_last = total > 0 and done >= total
             if not is_last and time.monotonic() - self._told_at < PROGRESS_EVERY_S:
                 return
@@ -100,7 +123,8 @@ class RunLog:
                 "total": total,
                 "unit": unit,
                 "rate": status.rate,
-                "numbers": numbers,
+                "numbers": status.numbers,
+                "counts": status.counts,
             }
             if self._pipe is not None:
                 self._send(message)

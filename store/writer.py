@@ -8,6 +8,7 @@ Letters: N rows of a batch, M of its `last`, K layers, R bytes of a stored row.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,8 @@ class StoreWriter:
         self._pending: deque[Future[None]] = deque()
         self._error: BaseException | None = None
         self._shard: _OpenShard | None = None
+        self.wait_s = 0.0
+        """Seconds the owner spent waiting for room in the queue."""
 
     def begin(self, lease: Lease) -> None:
         """Start a shard."""
@@ -158,8 +161,10 @@ class StoreWriter:
         work: Callable[[], None],
         release: Callable[[], None] = lambda: None,
     ) -> None:
+        begin = time.monotonic()
         while self._pending and (self._pending[0].done() or len(self._pending) >= self._depth):
             self._pending.popleft().result()
+        self.wait_s += time.monotonic() - begin
         self._pending.append(self._thread.submit(self._run, shard, work, release))
 
     def _run(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dflash_pipeline.configs.memory import gib, usage
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
@@ -22,7 +23,6 @@ from dflash_pipeline.train.consumption import capture_state
 from dflash_pipeline.train.feed import Feed
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.group import Group
-from dflash_pipeline.train.memory import gib, usage
 from dflash_pipeline.train.metrics import Metrics, Summary
 from dflash_pipeline.train.optim import Health, Optimizer
 from dflash_pipeline.train.order import Catalog
@@ -124,7 +124,7 @@ class Journal:
         num_tokens, num_blocks, num_samples, wait_s = told[len(metrics.sums) : len(shared)].tolist()
         now = time.perf_counter()
         elapsed_s, self._since = now - self._since, now
-        used = usage(device)
+        used = usage(torch, device)
         record: dict[str, object] = {
             "step": step,
             "epoch": self._drawn[-1][1].epoch,

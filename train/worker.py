@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from dflash_pipeline.configs.memory import explained
 from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.runlog import RunLog
@@ -20,13 +21,16 @@ from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.feed import Feed, feed_access
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
-from dflash_pipeline.train.memory import explained
 from dflash_pipeline.train.optim import learning_rate
 from dflash_pipeline.train.setup import Training, build, compute_on, open_stores
 from dflash_pipeline.train.step import learn
 from dflash_pipeline.train.stop import StopVote, StopWish
 from dflash_pipeline.train.validation import is_on_plateau, validate
 from dflash_pipeline.train.watchdog import Watchdog
+
+LESS_MEMORY = (
+    "lower train.batch_anchors or train.batch_tokens (activations), or loss.position_chunk (logits)"
+)
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -59,7 +63,14 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             contextlib.closing(training.consumption),
             contextlib.closing(training),
             Watchdog(place, run.train.timeout_s, log, group, clock) as watchdog,
-            explained(device, training.holdings, lambda: clock.stage_now),
+            explained(
+                torch,
+                device,
+                training.holdings,
+                lambda: clock.stage_now,
+                "activations and logits",
+                LESS_MEMORY,
+            ),
             Feed(
                 stores, samples, order, run, shape, device, dtype, is_poisoned(), access, clock
             ) as feed,

@@ -27,6 +27,7 @@ from dflash_pipeline.capture.pack import BatchIndex
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.capture.warmup import largest_batch, planned_shapes
+from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import (
@@ -36,6 +37,7 @@ from dflash_pipeline.configs.schema import (
     StoreConfig,
     TargetConfig,
 )
+from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.spec import ShardId
@@ -263,7 +265,10 @@ def _short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int, ids: int = -1) 
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_its_shard_marked(
-    run: Run, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     store = open_store(run.store.path)
     most = largest_batch(store).num_sequences
@@ -274,6 +279,10 @@ def test_a_batch_that_does_not_fit_is_halved_and_its_shard_marked(
     marked = [store.commit_of(i).is_halved for i in store.layout.shard_ids()]  # type: ignore[union-attr]
     assert any(marked)
     assert not all(marked)
+    (told, *_) = [line for line in capsys.readouterr().out.splitlines() if "halving" in line]
+    for holder in ("weights", "the ring of row buffers", "activations at", "allocator's reserve"):
+        assert f"{holder} " in told
+    assert "lower capture.token_budget" in told
     assert verify(store.path, deep=True).problems == []
     # on a CPU the halves have the bits of the whole; the mark itself differs
     assert all(
@@ -290,7 +299,11 @@ def test_a_shard_that_keeps_failing_is_set_aside_named_and_tried_again_by_the_ne
         _short_of_memory(patch, 99, token_id)
         store = open_store(run.store.path)
         failing = store.table.shard_id(store.table.find("sample-7"))
-        with pytest.raises(ValueError, match=f"shards {failing} of .* failed 3 times each"):
+        with pytest.raises(
+            ValueError,
+            match=f"shards {failing} of .* failed 3 times each.*"
+            f"shard {failing}: the GPU's memory ran out in half of a batch of .* weights .*ring",
+        ):
             _capture(run)
     store.refresh()
     assert [i for i in store.layout.shard_ids() if store.is_open(i)] == [failing]
@@ -322,6 +335,32 @@ def test_rows_that_the_gate_refuses_are_never_committed(
         _capture(run)
     store = open_store(run.store.path)
     assert not any(store.is_committed(i) for i in store.layout.shard_ids())
+
+
+def test_a_target_that_does_not_fit_says_what_holds_the_memory(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_arguments: Any) -> Target:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(worker, "load_target", load)
+    with pytest.raises(ValueError, match=r"ran out in loading the target .*more memory"):
+        _capture(run)
+
+
+def test_the_counts_of_a_worker_are_those_of_its_store(run: Run) -> None:
+    _capture(run)
+    store = open_store(run.store.path)
+    (found,) = find_statuses(Path(run.store.path))
+    counts = Counts(**found.counts)
+    assert counts.num_tokens == store.table.num_tokens.sum()
+    rows = [store.hidden(i).nbytes + store.last(i).nbytes for i in range(NUM_SAMPLES)]
+    assert counts.size_bytes == sum(rows)
+    assert counts.num_places > counts.num_tokens
+    assert 0 < counts.device_s < counts.seconds < counts.held_s
+    log = Path(f"{run.store.path}.logs/capture-0.log").read_text()
+    assert f"{NUM_SAMPLES} samples" in log
+    assert f"{counts.num_tokens:,.0f} tokens in " in log
 
 
 def test_a_store_of_other_weights_is_refused(

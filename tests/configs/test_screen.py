@@ -32,8 +32,8 @@ def test_a_file_gets_the_first_and_the_last_line_of_a_quick_run() -> None:
     lines = io.StringIO()
     screen = Screen(lines, "capture", world=2)
     for done in range(1, 101):
-        screen.progress(_message(done, 100, 10.0))
-    screen.progress(_message(100, 100, 9.0))  # the other rank tells the end as well
+        screen.progress(0, _message(done, 100, 10.0))
+    screen.progress(1, _message(100, 100, 9.0))  # the other rank tells the end as well
     screen.close()
     assert [line.split(" samples")[0] for line in lines.getvalue().splitlines()] == [
         "capture: 1 of 100",
@@ -71,9 +71,9 @@ class Terminal(io.StringIO):
 def test_a_terminal_gets_one_rewritten_line_that_gives_way_to_what_is_said() -> None:
     lines = Terminal()
     screen = Screen(lines, "train", world=1)
-    screen.progress(_message(1, 10, 1.0))
+    screen.progress(0, _message(1, 10, 1.0))
     screen.say(0, "saved")
-    screen.progress(_message(2, 10, 1.0))
+    screen.progress(0, _message(2, 10, 1.0))
     screen.close()
     first = "\r\x1b[Ktrain: 1 of 10 samples (10 %), 1 samples/s, 0:00:09 left"
     second = "\r\x1b[Ktrain: 2 of 10 samples (20 %), 1 samples/s, 0:00:08 left"

@@ -1,4 +1,7 @@
-"""What holds the memory of a device, for log lines and for the day it runs out."""
+"""What holds the memory of a device, for log lines and for the day it runs out.
+
+Both stages use torch, this folder does not: they hand it over.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ import contextlib
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 _GIB = 1 << 30
 
@@ -26,7 +28,8 @@ class Usage:
     host_peak: int
 
 
-def usage(device: torch.device) -> Usage:
+def usage(torch: Any, device: Any) -> Usage:
+    """Memory of this process on `device`, a torch.device; `torch` is the module."""
     host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if device.type != "cuda":
         return Usage(host_peak, host_peak, 0, 0, host_peak)
@@ -42,23 +45,36 @@ def usage(device: torch.device) -> Usage:
 
 @contextlib.contextmanager
 def explained(
-    device: torch.device, holdings: Callable[[], Mapping[str, int]], where: Callable[[], str]
+    torch: Any,
+    device: Any,
+    holdings: Callable[[], Mapping[str, int]],
+    where: Callable[[], str],
+    varying: str,
+    remedy: str,
 ) -> Iterator[None]:
-    """Turn the device's out-of-memory error into a ValueError that says what holds it."""
+    """Turn the device's out-of-memory error into a ValueError that says what holds it.
+
+    The arguments are those of `usage` and `report`, asked for once the memory has run out.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(report(usage(device), holdings(), where(), str(error))) from error
+        used = usage(torch, device)
+        text = report(used, holdings(), where(), str(error), varying, remedy)
+        raise ValueError(text) from error
 
 
-def report(used: Usage, holdings: Mapping[str, int], where: str, error: str) -> str:
+def report(
+    used: Usage, holdings: Mapping[str, int], where: str, error: str, varying: str, remedy: str
+) -> str:
     """One line: each holder in GiB, what a batch took at its peak, and what to lower.
 
-    `holdings`: bytes of what stays from step to step, by name.
+    holdings: bytes of what stays from batch to batch, by name; varying: what the rest of the peak
+    is; error: torch's text; remedy: what the reader can do.
     """
     known = sum(holdings.values())
     parts = dict(holdings) | {
-        "activations and logits at the peak": max(used.peak - known, 0),
+        f"{varying} at the peak": max(used.peak - known, 0),
         "the allocator's reserve": max(used.reserved - used.peak, 0),
         "other processes and CUDA itself": max(used.total - used.free - used.reserved, 0),
     }
@@ -66,10 +82,10 @@ def report(used: Usage, holdings: Mapping[str, int], where: str, error: str) -> 
     asked = error.split(". ")[1] if error.count(". ") > 1 else error
     return (
         f"the GPU's memory ran out in {where} ({asked}): of {used.total / _GIB:.2f} GiB hold "
-        f"{listed}; lower train.batch_anchors or train.batch_tokens (activations), or "
-        "loss.position_chunk (logits)"
+        f"{listed}; {remedy}"
     )
 
 
-def gib(size_bytes: int) -> float:
+def gib(size_bytes: float) -> float:
+    """Bytes in units of 2^30."""
     return size_bytes / _GIB
