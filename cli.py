@@ -26,7 +26,7 @@ from dflash_pipeline.configs import child, counts, fleet, gpus, inputs, status, 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
-from dflash_pipeline.configs.load import to_toml
+from dflash_pipeline.configs.load import RUN_FILE, to_toml
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.options import (
     DATA,
@@ -217,6 +217,14 @@ def train(
     out = run.train.out
     if resume and not Path(out).is_dir():
         raise UsageError(f"--resume: there is no run directory {out}")
+    is_run = (Path(out) / RUN_FILE).is_file()
+    if resume and not sweep and not is_run:
+        raise UsageError(
+            f"{out} holds no {RUN_FILE}: there is no run to resume; leave --resume out, or "
+            "name the --sweep that it is of"
+        )
+    if resume and sweep and is_run:
+        raise UsageError(f"{out} is a run, no sweep: leave --sweep out, or name another --out")
     if not resume and Path(out).exists() and not _holds_logs_alone(Path(out)):
         raise UsageError(f"{out} is not empty: go on with it by --resume, or name another --out")
     if sweep:

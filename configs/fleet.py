@@ -17,6 +17,7 @@ from typing import Any
 from dflash_pipeline.configs import sweep
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import Beside, launch, noted_signals
+from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.configs.screen import duration
 from dflash_pipeline.configs.status import read_status, status_path
 from dflash_pipeline.configs.sweep import Variant
@@ -99,7 +100,7 @@ def _run(entry: str, variant: Variant, device: Devices, resume: bool, beside: Be
     if resume and _state(logs) == "done":
         return _outcome(variant, "done before", str(device), 0.0, "")
     # one that was not begun when the sweep stopped, or failed before its first step
-    extra = {"resume": resume and (out / "run.json").is_file()}
+    extra = {"resume": resume and (out / RUN_FILE).is_file()}
     begin = time.monotonic()
     lines = _NamedLines(variant.name)
     lines.write(f"on {device} -> {out}\n")
@@ -144,11 +145,11 @@ def _outcome(variant: Variant, state: str, device: str, seconds: float, error: s
 def _metrics(path: Path) -> list[dict[str, Any]]:
     found = []
     if path.is_file():
-        for line in path.read_text().splitlines():
+        for line in path.read_bytes().splitlines():
             # a killed process may have torn its last line
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
-    return found
+    return [line for line in found if isinstance(line, dict) and "step" in line]
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:

@@ -24,6 +24,8 @@ from dflash_pipeline.configs.schema import Run
 
 DEFAULT_FILE = "dflash.toml"
 CONFIG_VARIABLE = "DFLASH_CONFIG"
+RUN_FILE = "run.json"
+"""In a run directory: the resolved run that it was begun with."""
 
 Sections = dict[str, dict[str, object]]
 

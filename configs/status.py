@@ -141,11 +141,11 @@ def find_statuses(directory: Path) -> list[Status]:
 
 def find_runs(directory: Path) -> list[tuple[str, Status]]:
     """The statuses of a run, each with ""; of a sweep's variants, each with the variant's name."""
-    own = find_statuses(directory)
-    if own or not directory.is_dir():
-        return [("", status) for status in own]
+    own = [("", status) for status in find_statuses(directory)]
+    if not directory.is_dir():
+        return own
     variants = sorted(path for path in directory.iterdir() if (path / "logs").is_dir())
-    return [(path.name, status) for path in variants for status in find_statuses(path)]
+    return own + [(path.name, status) for path in variants for status in find_statuses(path)]
 
 
 def forget_ended(log_dir: str, stage: str) -> None:

@@ -13,17 +13,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.load import differences, from_dict, load, parse_file
+from dflash_pipeline.configs.load import RUN_FILE, differences, from_dict, load, parse_file
 from dflash_pipeline.configs.schema import Run
 
 # what a variant may change; the rest belongs to the store, which all of them share
 SECTIONS = ("drafter", "loss", "optim", "feed", "train")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# what stands in the directory of a sweep or of a run: a variant's folder is taken for it
+_TAKEN = re.compile(r"logs|best|last|order|profile|tensorboard|step-.*|.*\.jsonl?")
+# settings of `train` that decide neither weights nor which checkpoint is the best
+_WITHOUT_EFFECT = (
+    "out",
+    "follow",
+    "log_every",
+    "save_every",
+    "keep",
+    "max_bad_steps",
+    "timeout_s",
+    "profile",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +76,10 @@ def _resolved(
     on_the_line: set[str],
 ) -> Run:
     origin = f"{path}: variant {name}"
-    if not _NAME.fullmatch(name) or name == "logs":
+    if not _NAME.fullmatch(name):
         raise UsageError(f"{origin}: the name becomes a folder: use letters, digits, . _ and -")
+    if _TAKEN.fullmatch(name):
+        raise UsageError(f"{origin}: the name becomes a folder, and this one has a meaning there")
     if not isinstance(table, dict):
         raise UsageError(f"{origin} must be a table: write [{name}] above its keys")
     for section, values in table.items():
@@ -85,8 +99,23 @@ def _resolved(
 
 def check_same(variant: Variant) -> None:
     """UsageError where a variant that is done was run with other settings than it has now."""
-    record: dict[str, Any] = json.loads((Path(variant.run.train.out) / "run.json").read_text())
-    changed = differences(from_dict(record["run"]), variant.run, ("drafter", "loss", "optim"))
+    file = Path(variant.run.train.out) / RUN_FILE
+    try:
+        recorded = from_dict(json.loads(file.read_bytes())["run"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"variant {variant.name} is done, but what it was run with cannot be read from {file} "
+            f"({error}): remove {file.parent}, so that it is trained anew"
+        ) from None
+    free = {name: getattr(recorded.train, name) for name in _WITHOUT_EFFECT}
+    now = replace(variant.run, train=replace(variant.run.train, **free))
+    changed = differences(recorded, now, ("drafter", "loss", "optim", "train"))
+    if not recorded.train.stores:
+        changed += [
+            text
+            for text in differences(recorded, now, ("store",))
+            if text.startswith("store.path:")
+        ]
     if changed:
         raise UsageError(
             f"variant {variant.name} was run with other settings ({'; '.join(changed)}): set them "

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.load import differences, from_dict, to_dict
+from dflash_pipeline.configs.load import RUN_FILE, differences, from_dict, to_dict
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import durable
@@ -33,7 +34,6 @@ from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.tensorfile import write_tensors
 
-RUN_FILE = "run.json"
 _STATE = "state"
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 # what may change between a run and its continuation: it decides no parameter's value
@@ -93,12 +93,18 @@ def begin(out: Path, run: Run, stores: Sequence[Store], resume: bool) -> None:
         raise UsageError(
             f"{out} holds no {RUN_FILE}: there is no run to resume, leave --resume out"
         )
-    before = json.loads(record.read_text())
-    recorded = from_dict(before["run"])
+    try:
+        before = json.loads(record.read_bytes())
+        recorded, records = from_dict(before["run"]), list(before["stores"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{record} is damaged ({error}): what the run was begun with is not known; begin a new "
+            f"run with another --out, from its weights by --init-from {out}"
+        ) from None
     kept = {name: getattr(recorded.train, name) for name in _FREE}
     now = replace(run, train=replace(run.train, **kept))
     changed = differences(recorded, now, ("drafter", "loss", "optim", "train"))
-    changed += _store_changes(before["stores"], _store_records(run, stores))
+    changed += _store_changes(records, _store_records(run, stores))
     if changed:
         raise UsageError(
             f"{out} was begun with other settings ({'; '.join(changed)}): set them back, or begin "
@@ -192,13 +198,26 @@ def save(
 
 
 def load(path: Path, device: torch.device) -> tuple[Progress, dict[str, Tensor]]:
-    """`state/` of a checkpoint; restores torch's CPU generator."""
+    """`state/` of a checkpoint; restores torch's CPU generator.
+
+    ValueError where it is missing, damaged, or holds numbers that are not finite.
+    """
     folder = path / _STATE
-    entry = json.loads((folder / "state.json").read_text())
-    entry["position"] = Position(**entry["position"])
-    tensors = load_file(folder / "state.safetensors", device=str(device))
-    torch.set_rng_state(tensors.pop("rng").cpu())
-    return Progress(**entry), tensors
+    try:
+        entry = json.loads((folder / "state.json").read_bytes())
+        progress = Progress(**entry | {"position": Position(**entry["position"])})
+        tensors = load_file(folder / "state.safetensors", device=str(device))
+        generator = tensors.pop("rng").cpu()
+        bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+        if bad:
+            raise ValueError(f"{bad[0]} holds NaN or Inf")
+        torch.set_rng_state(generator)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder} is damaged or not whole ({error}): remove {path} and run the same line "
+            "again, it goes on from the checkpoint before"
+        ) from error
+    return progress, tensors
 
 
 def newest(out: Path) -> Path | None:
@@ -239,14 +258,14 @@ def trim_metrics(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError):
             continue
     aside = path.with_name(f".{path.name}")
-    aside.write_text("".join(kept))
+    aside.write_bytes(b"".join(kept))
     os.replace(aside, path)
 
 

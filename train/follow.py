@@ -203,7 +203,7 @@ class _Following:
         self._samples, self._stores, self._config, self._group = samples, stores, config, group
         self._path, self._say = path, say
         recorded = group.agree("order", _recorded(path) if group.rank == 0 else "")
-        self.known = [_parse(line) for line in recorded.splitlines()]
+        self.known = _parsed(recorded, path)
         self._looked_at = -_LOOK_EVERY_S
         self._num_seen, self._grew_at = 0, time.monotonic()
 
@@ -299,15 +299,31 @@ def _recorded(path: Path) -> str:
     """The whole lines of OUT/order; one that a kill tore is cut off."""
     if not path.exists():
         return ""
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        os.truncate(path, len(whole.encode()))
-    return whole
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        os.truncate(path, len(whole))
+    # bytes that are no text make a line that is none, which is named
+    return whole.decode(errors="replace")
 
 
 def _line(segment: Segment) -> str:
     return json.dumps({"shards": segment.shards, "last": segment.is_last, "stop": segment.is_stop})
+
+
+def _parsed(text: str, path: Path) -> list[Segment]:
+    """The segments that OUT/order names; ValueError for a line that is none."""
+    segments = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            segments.append(_parse(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}: line {number} is damaged ({error}), so which samples this run has drawn "
+                "is not known; begin a new run with another --out, from its weights by "
+                f"--init-from {path.parent}"
+            ) from None
+    return segments
 
 
 def _parse(line: str) -> Segment:

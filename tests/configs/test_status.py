@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dflash_pipeline.configs.status import (
     end_status,
+    find_runs,
     find_statuses,
     new_status,
     read_status,
@@ -55,3 +56,11 @@ def test_statuses_are_found_from_the_run_the_store_and_the_answer_file(tmp_path:
     assert [one.stage for one in find_statuses(tmp_path / "hs")] == ["capture"]
     assert [one.stage for one in find_statuses(tmp_path / "a.jsonl")] == ["generate"]
     assert find_statuses(tmp_path / "nothing") == []
+
+
+def test_variants_are_found_beside_what_the_sweep_s_own_directory_holds(tmp_path: Path) -> None:
+    """A wrong start in the directory of a sweep leaves logs there."""
+    for folder in ("a", "b", "."):
+        write_status(str(tmp_path / folder / "logs"), new_status("train", 0, "cpu"))
+    (tmp_path / "step-00000001").mkdir()
+    assert [variant for variant, _ in find_runs(tmp_path)] == ["", "a", "b"]

@@ -39,6 +39,7 @@ def main(run, place, extra):
         time.sleep(0.01)
 """
 ENTRY = "sweep_stand_in:main"
+ONE_CPU = Devices("cpu", (0,))
 
 
 @pytest.fixture
@@ -87,6 +88,9 @@ def test_a_variant_is_the_line_with_its_changes_in_a_folder_of_its_own(variants_
         ("[a]\noptim.lr = 0.1", r"variant a sets optim\.lr, and so does the line"),
         ("[a]\ntrain.out = 'x'", r"variant a sets train\.out, and so does the line"),
         ("['../a']\nloss.ce = 2", r"variant \.\./a: the name becomes a folder"),
+        ("[step-1]\nloss.ce = 2", r"variant step-1: .* has a meaning there"),
+        ("['sweep.json']\nloss.ce = 2", r"variant sweep\.json: .* has a meaning there"),
+        ("[best]\nloss.ce = 2", r"variant best: .* has a meaning there"),
         ("[a", "is not TOML"),
     ],
 )
@@ -102,7 +106,7 @@ THREE = """
 drafter.num_layers = 2
 [absurd]
 optim.lr = 9.0
-[last]
+[third]
 drafter.num_layers = 3
 """
 
@@ -118,29 +122,78 @@ def test_one_that_fails_does_not_stop_the_others_and_is_gone_on_with_alone(
     assert [(one.name, one.state) for one in outcomes] == [
         ("first", "done"),
         ("absurd", "failed"),
-        ("last", "done"),
+        ("third", "done"),
     ]
-    first, absurd, last = outcomes
+    first, absurd, third = outcomes
     assert (first.steps, first.loss, first.best_tau, first.best_step) == (2, 1.5, 3.0, 2)
-    assert (last.best_tau, absurd.steps) == (4.0, None)
+    assert (third.best_tau, absurd.steps) == (4.0, None)
     assert absurd.error == "the learning rate is absurd"
     said = capfd.readouterr()
     # two at a time share the cores
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert f"[last] threads {threads}" in said.out
+    assert f"[third] threads {threads}" in said.out
     assert "error: the learning rate is absurd" in said.err
     assert [one["state"] for one in json.loads((out / "sweep.json").read_text())] == [
         "done",
         "failed",
         "done",
     ]
-    assert table(outcomes)[3].startswith("last     done    CPU worker ")
+    assert table(outcomes)[3].startswith("third    done    CPU worker ")
     check_done(variants)
     outcomes, _ = run_variants(ENTRY, variants, devices, out, resume=True)
     assert [one.state for one in outcomes] == ["done before", "done", "done before"]
     # what is done is not silently taken for what is asked for now
-    with pytest.raises(UsageError, match=r"variant last was .*drafter\.num_layers: 3, now 4"):
+    with pytest.raises(UsageError, match=r"variant third was .*drafter\.num_layers: 3, now 4"):
         check_done(variants_of(THREE.replace("num_layers = 3", "num_layers = 4")))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train__epochs": 9}, r"train\.epochs: 6, now 9"),
+        ({"train__max_steps": 7}, r"train\.max_steps: 0, now 7"),
+        ({"train__init_from": "other"}, r"train\.init_from: '', now 'other'"),
+        ({"train__stores": ("other",)}, r"train\.stores: \['hs'\], now \['other'\]"),
+        ({"feed__io": "read", "train__log_every": 3, "train__timeout_s": 5.0}, ""),
+    ],
+)
+def test_what_decides_the_result_of_a_done_variant_must_be_as_it_was(
+    options: dict[str, object], message: str, variants_of, tmp_path: Path
+) -> None:
+    text, given = "[only]\nloss.ce = 2.0", {"train__stores": ("hs",)}
+    (tmp_path / "out").mkdir()
+    run_variants(ENTRY, variants_of(text, **given), ONE_CPU, tmp_path / "out", resume=False)
+    now = variants_of(text, **(given | options))
+    if not message:
+        check_done(now)
+        return
+    with pytest.raises(UsageError, match=message):
+        check_done(now)
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"run": {"drafter"', b"[]", b"\xff"])
+def test_a_done_variant_whose_record_is_gone_is_named(
+    content: bytes | None, variants_of, tmp_path: Path
+) -> None:
+    variants = variants_of("[only]\nloss.ce = 2.0")
+    (tmp_path / "out").mkdir()
+    run_variants(ENTRY, variants, ONE_CPU, tmp_path / "out", resume=False)
+    record = tmp_path / "out" / "only" / "run.json"
+    record.unlink()
+    if content is not None:
+        record.write_bytes(content)
+    with pytest.raises(UsageError, match=r"variant only is done, but .*remove .*out/only"):
+        check_done(variants)
+
+
+def test_lines_that_a_crash_left_unreadable_are_passed_over(variants_of, tmp_path: Path) -> None:
+    variants = variants_of("[only]\nloss.ce = 2.0")
+    (tmp_path / "out").mkdir()
+    run_variants(ENTRY, variants, ONE_CPU, tmp_path / "out", resume=False)
+    with (tmp_path / "out" / "only" / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\x00\n7\n{"tau": 9.0}\n{"st')
+    (outcome,), _ = run_variants(ENTRY, variants, ONE_CPU, tmp_path / "out", resume=True)
+    assert (outcome.state, outcome.steps) == ("done before", 2)
 
 
 def test_a_signal_stops_those_that_run_and_begins_no_other(variants_of, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import Run
@@ -125,6 +127,67 @@ def test_lines_of_steps_that_come_again_are_dropped(tmp_path: Path) -> None:
     path.write_text('{"step": 5}\n{"step": 10}\n{"step": 15}\n{"ste')
     checkpoint.trim_metrics(path, 10)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [5, 10]
+
+
+def test_lines_that_a_crash_left_unreadable_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 5}\n\xff\xfe\x00\n7\n[]\n{"step": null}\n{"step": 10}\n\xc3')
+    checkpoint.trim_metrics(path, 10)
+    assert path.read_bytes() == b'{"step": 5}\n{"step": 10}\n'
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def _without_generator(path: Path) -> None:
+    tensors = load_file(path)
+    del tensors["rng"]
+    save_file(tensors, path)
+
+
+def _not_finite(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["master.norm.weight"][0] = float("inf")
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("state.safetensors", _cut),
+        ("state.safetensors", _without_generator),
+        ("state.safetensors", _not_finite),
+        ("state.safetensors", Path.unlink),
+        ("state.json", lambda path: path.write_text('{"step": 2}')),
+        ("state.json", lambda path: path.write_text("[]")),
+        ("state.json", lambda path: path.write_bytes(b"\xff")),
+        ("state.json", Path.unlink),
+    ],
+)
+def test_a_damaged_state_is_named_and_the_checkpoint_before_serves(
+    name: str, change: Callable[[Path], object], tmp_path: Path, shape: DrafterShape
+) -> None:
+    _save(tmp_path, shape, 1)
+    path = _save(tmp_path, shape, 2)
+    change(path / "state" / name)
+    with pytest.raises(ValueError, match=r"step-00000002/state is damaged .*: remove .*-00000002"):
+        checkpoint.load(path, torch.device("cpu"))
+    shutil.rmtree(path)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert checkpoint.load(found, torch.device("cpu"))[0] == _progress(1)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"run": ', b"[]", b"{}", b"\xff", b'{"run": {}}'])
+def test_a_damaged_record_of_a_run_is_named(
+    content: bytes, whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run, out = train_run(), tmp_path / "out"
+    checkpoint.begin(out, run, [whole_store], resume=False)
+    (out / "run.json").write_bytes(content)
+    with pytest.raises(UsageError, match=r"run\.json is damaged .*--init-from"):
+        checkpoint.begin(out, run, [whole_store], resume=True)
 
 
 def test_resume_refuses_another_share_of_a_store(

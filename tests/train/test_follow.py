@@ -170,6 +170,16 @@ def test_a_torn_line_of_the_record_is_cut_off(
     assert record.read_text() == whole
 
 
+@pytest.mark.parametrize("line", [b"not json", b"[]", b'{"shards": 3}', b"\xff", b""])
+def test_a_damaged_line_of_the_record_is_named(
+    line: bytes, order_of: Callable[..., Order], growing_store: Store, tmp_path: Path
+) -> None:
+    whole = b'{"shards": [[0, 0]], "last": false, "stop": false}\n'
+    (tmp_path / "order").write_bytes(whole + line + b"\n")
+    with pytest.raises(ValueError, match=r"order: line 2 is damaged .*--init-from"):
+        order_of(growing_store)
+
+
 def test_a_wish_to_stop_on_any_rank_ends_the_wait_of_all(
     growing_store: Store, order_of: Callable[..., Order]
 ) -> None:

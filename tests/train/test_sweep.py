@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_pipeline import cli
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.export import read_checkpoint
 
@@ -59,6 +60,11 @@ def test_each_variant_is_trained_or_named(
     told = capfd.readouterr().out
     assert "odd/train-0  failed" in told
     assert "short/train-0  done" in told
+    with pytest.raises(UsageError, match=r"out holds no run\.json: .*name the --sweep"):
+        cli.dflash.main([*words[:-2], "--resume"], standalone_mode=False)
+    named = [word if word != "out" else "out/short" for word in words]
+    with pytest.raises(UsageError, match="out/short is a run, no sweep"):
+        cli.dflash.main([*named, "--resume"], standalone_mode=False)
     found = json.loads(Path("out/sweep.json").read_text())
     assert [(one["name"], one["steps"]) for one in found] == [
         ("shallow", 4),
