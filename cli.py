@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -159,6 +159,9 @@ def capture(
             code = _stage(entry, run, ONE_CPU, "plan", logs, extra, True)
         return _end(code, shlex.join(one for one in _words() if one != "--plan"), _this_line())
     logs, is_alone = f"{store}.logs", len(devices.ids) == 1
+    if is_alone:
+        # the one process plans as well: how an earlier plan ended says nothing any longer
+        status.forget_ended(logs, "plan")
     code = 0 if is_alone else _stage(entry, run, ONE_CPU, "plan", logs, extra, True)
     if code == 0:
         click.echo(f"capture: {store} on {devices}")
@@ -168,8 +171,9 @@ def capture(
         workers = [one for one in status.find_statuses(Path(store)) if one.stage == "capture"]
         for text in counts.closing_lines(workers, run.capture.price) if code == 0 else []:
             click.echo(text)
-    following = line(context, train, {"train.stores": (",".join((store, *further)),)}, config, sets)
-    return _end(code, following, _this_line())
+    whole = ",".join((store, *further))
+    following = line(context, train, {"train.stores": (whole,)}, config, sets)
+    return _end(code, _training_on(whole, following), _this_line())
 
 
 @dflash.command()
@@ -338,7 +342,7 @@ def decode_and_score(run: Run, place: Place, extra: dict[str, object]) -> None:
     show_default=True,
     help="zlab is read by vLLM, SGLang and Transformers; speculators by vLLM.",
 )
-@option("--store", "store.path")
+@options(("--store", "store.path"), ("--target", "target.id"))
 @configured
 @click.pass_context
 def export(
@@ -409,6 +413,7 @@ def verify(
     """Check a store; exit code 1 and a line for each fault where it is not whole."""
     _check_store(path)
     name = shlex.quote(path)
+    training = _training_on(path, f"dflash train --store {name}")
     if sample is not None:
         if deep or repair:
             raise UsageError("--sample computes, --deep and --repair check files: one at a time")
@@ -417,14 +422,12 @@ def verify(
             inputs.check_target(run.target.id)
         extra: dict[str, object] = {"path": path, "sample": sample, "json": as_json}
         devices, entry = _one_device(gpus, share_gpu), "dflash_pipeline.capture.recheck:main"
-        return _look(
-            entry, "verify", extra, f"dflash train --store {name}", run, devices, share_gpu
-        )
+        return _look(entry, "verify", extra, training, run, devices, share_gpu)
     extra = {"path": path, "deep": deep, "json": as_json}
     if repair:
         following = f"dflash inspect {name}"
         return _look("dflash_pipeline.store.repair:main", "verify", extra, following)
-    following = f"dflash train --store {name}" if deep else f"dflash verify --deep {name}"
+    following = training if deep else f"dflash verify --deep {name}"
     return _look("dflash_pipeline.store.check:main", "verify", extra, following)
 
 
@@ -605,7 +608,7 @@ def _look(
     entry: str,
     stage: str,
     extra: Mapping[str, object],
-    following: str,
+    following: str | Callable[[], str],
     run: Run | None = None,
     devices: Devices = ONE_CPU,
     share: bool = True,
@@ -665,10 +668,28 @@ def _free_name(name: str) -> str:
     return next(one for one in names if not os.path.lexists(one))
 
 
-def _end(code: int, following: str, again: str) -> int:
+def _training_on(store: str, usual: str) -> Callable[[], str]:
+    """The line that trains on a store, known once the command is done: for most stores `usual`."""
+
+    def found() -> str:
+        if not (root_of(store) / "consumers").is_dir():
+            return usual
+        # the numbers of a store are numpy's to read
+        from dflash_pipeline.store import open_store
+
+        rolling = open_store(store)
+        if rolling.num_released:
+            # a new run would be refused: it could not see all samples
+            return f"dflash status {shlex.quote(str(rolling.path))}"
+        return usual if rolling.is_sealed else f"{usual} --epochs 1"
+
+    return found
+
+
+def _end(code: int, following: str | Callable[[], str], again: str) -> int:
     """The last line of a command: what to run next, or how to go on after an interruption."""
     if code == 0:
-        click.echo(f"next: {following}")
+        click.echo(f"next: {following if isinstance(following, str) else following()}")
     elif code >= 128 and again:
         click.echo(f"stopped; to go on: {again}", err=True)
     return code

@@ -236,7 +236,10 @@ def test_eval_joins_the_targets_side_with_the_drafters(type_line: Callable[..., 
     assert call["entry"] == "train.evaluate"
     assert call["more"] == ["open_target"]
     assert call["run"]["eval"]["json"] == "r.json"
-    assert ended.last_line == "next: dflash export x --out drafter"
+    # the export's serving lines name the target
+    assert ended.last_line == "next: dflash export x --out drafter --target toy"
+    (call,) = type_line("dflash export x --out drafter --target toy").calls
+    assert call["run"]["target"]["id"] == "toy"
     assert type_line("dflash eval --gpus cpu:2 --drafter x").code == 2
 
 
@@ -315,6 +318,10 @@ def test_a_stage_that_fails_is_exit_code_1_and_the_next_one_does_not_start(
     ended = type_line("dflash status hs")
     assert "plan-0  failed" in ended.out
     assert "it did not work" in ended.out
+    # how it ended is history once a capture on one device has planned by itself
+    monkeypatch.delenv("FAILS")
+    assert type_line("dflash capture --gpus cpu").code == 0
+    assert "plan-0" not in type_line("dflash status hs").out
 
 
 TOY = "--gpus cpu --target toy"

@@ -22,6 +22,7 @@ from dflash_pipeline.configs.place import Place, dtype_name
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import Store, open_store
 from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.store.table import HELD_OUT
 from dflash_pipeline.train.decode import (
     EXEMPT_GAP,
     Answer,
@@ -220,10 +221,7 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
         if not run.eval.limit or len(of_domain) < run.eval.limit:
             of_domain.append(index)
     if not samples:
-        raise UsageError(
-            f"store {run.store.path} has no held-out sample that is captured: set data.heldout at "
-            "capture, or give --prompts"
-        )
+        raise UsageError(_none_held_out(store))
     is_bf16 = dtype_name(run.target.dtype, place.kind) == "bf16"
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     head = TargetHead.from_store(store, shape, place.device, dtype)
@@ -253,6 +251,24 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
         plain_seconds=0.0,
         mismatches=[],
         is_judged=False,
+    )
+
+
+def _none_held_out(store: Store) -> str:
+    """Why a store has no sample to replay, and what to do."""
+    is_held_out_N = store.table.split == HELD_OUT
+    if num_planned := int(is_held_out_N.sum()):
+        why = f"none of the {num_planned} held-out samples of {store.path} is there"
+        if store.num_released:
+            num_shards = len(store.layout.shard_ids())
+            why += (
+                f": {store.num_released} of {num_shards} shards were released, once the runs that "
+                "followed the capture had used them"
+            )
+        return f"{why}; give --prompts and --target"
+    return (
+        f"store {store.path} has no held-out sample: set data.heldout at capture, or give "
+        "--prompts and --target"
     )
 
 

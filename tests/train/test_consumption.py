@@ -11,21 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_pipeline import cli
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import EvalConfig, Run, StoreConfig
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.configs.status import new_status, write_status
 from dflash_pipeline.store import consumers, drop
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.release import Releases
 from dflash_pipeline.store.table import claim_order
-from dflash_pipeline.train import consumption, follow, worker
+from dflash_pipeline.train import consumption, evaluate, follow, worker
 from dflash_pipeline.train.consumption import Consumption
+from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.export import write_zlab
 from dflash_pipeline.train.follow import Draw, Order, Shard
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.journal import Journal, awaited
 from dflash_pipeline.train.order import Position, catalog, shard_number
+from dflash_pipeline.train.shape import DrafterShape
 
 START = Position(0, 0, 0)
 NEW: dict[str, object] = {"resume": False}
@@ -251,6 +255,59 @@ def test_a_store_under_a_quota_is_trained_on_once_by_runs_that_were_there_in_tim
     Releases(store).run()
     with pytest.raises(UsageError, match=r"1 of \d+ shards of .* were released.*--resume"):
         worker.main(train_run(epochs=1), place, NEW)
+
+
+def test_the_line_that_comes_next_is_none_that_a_rolling_store_refuses(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    store = rolling_store
+    monkeypatch.chdir(store.path.parent)
+
+    def last_line() -> str:
+        assert cli.dflash.main(["verify", "--deep", "hs"], standalone_mode=False) == 0
+        return capfd.readouterr().out.splitlines()[-1]
+
+    tiny.capture(train_plan, store, most=2)
+    assert last_line() == "next: dflash train --store hs --epochs 1"
+    used = np.ones(len(store.layout.shard_ids()), bool)
+    consumers.write_row(store.path, consumers.Consumer(0, "other", "/other", used))
+    Releases(store).run()
+    assert last_line() == "next: dflash status hs"
+
+
+def test_a_replay_without_held_out_samples_says_where_they_are(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    shape: DrafterShape,
+    tmp_path: Path,
+) -> None:
+    store = rolling_store
+    drafter = Drafter(shape)
+    drafter.initialise(0)
+    write_zlab(tmp_path / "drafter", shape, drafter.state_dict())
+    run = replace(
+        train_run(),
+        store=StoreConfig(path=str(store.path)),
+        eval=EvalConfig(drafter=str(tmp_path / "drafter")),
+    )
+
+    def refused(words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            evaluate.main(run, place, {}, lambda *_: pytest.fail("replay needs no target"))
+
+    refused(r"none of the \d+ held-out samples of .* is there; give --prompts")
+    tiny.capture(train_plan, store, most=2)
+    used = np.ones(len(store.layout.shard_ids()), bool)
+    consumers.write_row(store.path, consumers.Consumer(0, "other", "/other", used))
+    Releases(store).run()
+    refused(r"none of the \d+ held-out samples of .*: 2 of \d+ shards were released")
 
 
 def test_a_run_killed_before_its_checkpoint_has_used_nothing_and_goes_on(
