@@ -425,8 +425,8 @@ def verify(
         return _look(entry, "verify", extra, training, run, devices, share_gpu)
     extra = {"path": path, "deep": deep, "json": as_json}
     if repair:
-        following = f"dflash inspect {name}"
-        return _look("dflash_pipeline.store.repair:main", "verify", extra, following)
+        repaired = f"dflash inspect {name}"
+        return _look("dflash_pipeline.store.repair:main", "verify", extra, repaired)
     following = training if deep else f"dflash verify --deep {name}"
     return _look("dflash_pipeline.store.check:main", "verify", extra, following)
 
