@@ -295,8 +295,9 @@ def _train_variants(
 @options(("--drafter", "eval.drafter"), ("--target", "target.id"), ("--prompts", "eval.prompts"))
 @options(("--store", "store.path"), ("--limit", "eval.limit"), ("--max-len", "data.max_len"))
 @options(("--overlong", "data.overlong"), ("--max-new-tokens", "eval.max_new_tokens"))
+@options(("--temperature", "eval.temperature"), ("--batch-size", "eval.batch_size"))
 @option("--as-stored", "eval.as_stored", turns=True)
-@option("--json", "eval.json")
+@options(("--json", "eval.json"), ("--plot", "eval.plot"))
 @options(*TEMPLATE)
 @placed
 @configured
@@ -316,6 +317,8 @@ def evaluate(
         _check_store(run.store.path)
     if run.eval.json:
         inputs.check_out_file(run.eval.json, "--json")
+    if run.eval.plot:
+        inputs.check_out_file(run.eval.plot, "--plot")
     devices = _one_device(gpus, share_gpu)
     entry, logs = "dflash_pipeline.cli:decode_and_score", _logs_near(Path(drafter))
     code = _stage(entry, run, devices, "eval", logs, {}, share_gpu)

@@ -3,7 +3,8 @@
 Features are read by hooks on the chosen layers, logits through the target's own head, exactly as in
 capture. A target whose state cannot be cut back (linear attention) is refused: use replay there.
 
-Letters: T positions of a prompt, S tokens read on, K captured layers, H hidden, V vocabulary.
+Letters: B prompts, T positions, S tokens read on, K captured layers, H hidden, G key/value heads,
+D width of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache
 
 from dflash_pipeline.capture import samples, template, twin
@@ -31,15 +33,21 @@ _CUTTABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class Decoder:
-    """Prefill, verify and crop over one growing cache."""
+    """Prefill, verify and crop over one growing cache of a batch.
+
+    All texts end at the cache's last column, so that distances between columns are distances
+    between positions, which sliding layers count; what stands before a shorter one is masked.
+    """
 
     def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
         """`target` may hook other layers or none. UsageError if its state cannot be cut back."""
         check_cuttable(target)
         self._target = target
         self._layer_ids = tuple(layer_ids)
-        self._hidden_1TH: dict[int, Tensor] = {}
+        self._hidden_BTH: dict[int, Tensor] = {}
         self._cache = DynamicCache()
+        # tokens of each text in the cache
+        self._lengths: list[int] = []
         # transformers 5 renamed the argument on the way
         accepted = inspect.signature(target.backbone.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
@@ -47,40 +55,85 @@ class Decoder:
             target.layers[layer_id].register_forward_hook(self._keeping(layer_id))
 
     @torch.inference_mode()
-    def prefill(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Forget everything, read a prompt -> fp32 logits_V after its last token, feature_TKH."""
+    def prefill(self, prompts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Forget everything, read prompts -> fp32 logits_BV after each, a feature_TKH of each."""
         # made without a config, so that sliding layers keep all keys (their mask still slides):
         # a cache that drops old keys could not be cut back
         self._cache = DynamicCache()
-        last_TH, feature_TKH = self._read(ids_T)
-        return self._target.head_logits(last_TH[-1]), feature_TKH
+        lengths = list(map(len, prompts))
+        longest = max(lengths)
+        ids_BT = torch.stack(
+            [functional.pad(ids_T, (longest - len(ids_T), 0)) for ids_T in prompts]
+        )
+        last_BTH, feature_BTKH = self._read(ids_BT, lengths)
+        features = [
+            feature_TKH[longest - length :]
+            for feature_TKH, length in zip(feature_BTKH, lengths, strict=True)
+        ]
+        return self._target.head_logits(last_BTH[:, -1]), features
 
     @torch.inference_mode()
-    def verify(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Read on -> fp32 logits_SV after each token, feature_SKH."""
-        last_SH, feature_SKH = self._read(ids_S)
-        return self._target.head_logits(last_SH), feature_SKH
+    def verify(self, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Read on -> fp32 logits_BSV after each token, feature_BSKH."""
+        num_slots = ids_BS.shape[1]
+        last_BSH, feature_BSKH = self._read(ids_BS, [have + num_slots for have in self._lengths])
+        return self._target.head_logits(last_BSH), feature_BSKH
 
-    def crop(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens of the cache."""
-        num_removed = self._cache.get_seq_length() - num_tokens
-        # below 0: so many are removed, in every transformers 5; a length is refused by later ones
-        if num_removed > 0:
-            self._cache.crop(-num_removed)
+    def crop(self, prompts: Sequence[int], num_tokens: Sequence[int]) -> None:
+        """Go on with these of the prompts, of each with so many first tokens of its text."""
+        width, wanted = self._cache.get_seq_length(), max(num_tokens)
+        # of each text: column of the cache that becomes column 0; below 0 there is nothing
+        first = [
+            width - self._lengths[prompt] + kept - wanted
+            for prompt, kept in zip(prompts, num_tokens, strict=True)
+        ]
+        is_whole = list(prompts) == list(range(len(self._lengths)))
+        self._lengths = list(num_tokens)
+        if is_whole and set(first) == {0}:
+            # below 0: so many are removed, in every transformers 5; later ones refuse a length
+            if width > wanted:
+                self._cache.crop(wanted - width)
+            return
+        device = self._target.device
+        prompt_B = torch.tensor(prompts, device=device)
+        column_BT = torch.tensor(first, device=device)[:, None] + torch.arange(
+            wanted, device=device
+        )
+        column_BT = column_BT.clamp(min=0)
+        # of several kinds, which transformers annotates as one that has neither
+        layers: Any = self._cache.layers
+        for layer in layers:
+            # a layer that shares another's keys has none of its own
+            if layer.is_initialized:
+                layer.keys = _moved(layer.keys, prompt_B, column_BT)
+                layer.values = _moved(layer.values, prompt_B, column_BT)
 
-    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, ids_BT: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """`lengths`: tokens of each text with these."""
+        device, num_new = self._target.device, ids_BT.shape[1]
+        width = self._cache.get_seq_length() + num_new
+        mask: dict[str, Tensor | None] = {"attention_mask": None}
+        if set(lengths) != {width}:
+            column_T = torch.arange(width, device=device)
+            length_B1 = torch.tensor(lengths, device=device)[:, None]
+            position_BT = (column_T - width + length_B1).clamp(min=0)
+            mask = {
+                "attention_mask": (column_T >= width - length_B1).long(),
+                "position_ids": position_BT[:, width - num_new :],
+            }
         output = self._target.backbone(
-            input_ids=ids[None].to(self._target.device),
-            attention_mask=None,
+            input_ids=ids_BT.to(device),
             use_cache=True,
+            **mask,
             **{self._cache_argument: self._cache},
         )
-        feature = torch.stack([self._hidden_1TH.pop(layer_id)[0] for layer_id in self._layer_ids])
-        return output.last_hidden_state[0], feature.transpose(0, 1)
+        self._lengths = lengths
+        hidden = [self._hidden_BTH.pop(layer_id) for layer_id in self._layer_ids]
+        return output.last_hidden_state, torch.stack(hidden, dim=2)
 
     def _keeping(self, layer_id: int) -> Any:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._hidden_1TH[layer_id] = output[0] if isinstance(output, tuple) else output
+            self._hidden_BTH[layer_id] = output[0] if isinstance(output, tuple) else output
 
         return keep
 
@@ -211,8 +264,18 @@ def check_cuttable(target: Target) -> None:
         raise UsageError(
             f"{type(target.model).__name__} keeps a running state "
             f"({', '.join(sorted(strange)) or 'recurrent layers'}) that cannot be cut back after a "
-            "rejected draft: leave out --prompts to replay the held-out samples of a store"
+            "rejected draft, so it is not decoded here. Replay the held-out samples of a store "
+            "(--store DIR without --prompts), or measure a server that runs both (--endpoint URL)"
         )
+
+
+def _moved(cache_BGTD: Tensor, prompt_B: Tensor, column_BT: Tensor) -> Tensor:
+    """Other prompts and columns of a cache, which has [prompts, G, columns, D]."""
+    chosen_BGTD = cache_BGTD[prompt_B]
+    index_BGTD = column_BT[:, None, :, None].expand(
+        -1, chosen_BGTD.shape[1], -1, chosen_BGTD.shape[3]
+    )
+    return chosen_BGTD.gather(2, index_BGTD)
 
 
 def _prompts(run: Run, files: TargetFiles, dropped: Dropped) -> Iterator[Prompt]:

@@ -468,15 +468,32 @@ class EvalConfig:
     """Prompts, or samples of a store, of each domain, at most; 0: all."""
     as_stored: bool = False
     """Round live features through the store's mode before the drafter sees them."""
+    batch_size: int = 1
+    """Prompts of one domain that are decoded together."""
+    temperature: float = 0.0
+    """0: greedy. Above: drafts are drawn from the drafter's distribution and kept by rejection
+    sampling, so that answers are samples of the target's own."""
+    top_p: float = 1.0
+    """Nucleus of the sampled distribution; 1: whole."""
+    top_k: int = 0
+    """Most likely tokens that may be sampled; 0: all."""
+    seed: int = 0
+    """Seed of sampled answers, of the untrained drafter and of the resamples of intervals."""
     lookup_ngram: int = 3
     """Longest suffix that the prompt-lookup baseline matches, in tokens."""
     json: str = ""
     """File for the results; empty: none."""
+    plot: str = ""
+    """PNG file for tau by domain and acceptance by slot; empty: none."""
 
     def __post_init__(self) -> None:
         _need(self.max_new_tokens >= 1, "eval.max_new_tokens must be at least 1")
         _need(self.limit >= 0, "eval.limit must be at least 0")
         _need(self.lookup_ngram >= 1, "eval.lookup_ngram must be at least 1")
+        _need(self.batch_size >= 1, f"eval.batch_size must be at least 1, got {self.batch_size}")
+        _need(self.temperature >= 0, "eval.temperature must be at least 0")
+        _need(0 < self.top_p <= 1, f"eval.top_p must be in (0, 1], got {self.top_p}")
+        _need(self.top_k >= 0, f"eval.top_k must be at least 0, got {self.top_k}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,12 +41,14 @@ from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.merge import merge
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.train import worker as train_worker
-from dflash_pipeline.train.decode import ModelDrafting, Tally, as_stored, decode, decode_plainly
+from dflash_pipeline.train.decode import Task, decode, decode_plainly
 from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.drafting import ModelDrafting, as_stored
 from dflash_pipeline.train.export import read_checkpoint
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.replay import replay
+from dflash_pipeline.train.tally import Tally
 
 EOS = {258}
 NUM_NEW = 40
@@ -107,7 +109,10 @@ def test_a_drafter_trained_on_quantised_rows_replays_as_it_decodes(
     decoder = Decoder(Target.load(files, (), "cpu", torch.float32), LAYER_IDS)
     torch.manual_seed(1)
     prompts = [torch.randint(0, 256, (length,)) for length in (3, 9, 17, 5, 12, 7)]
-    answers = [decode_plainly(decoder, prompt_T, NUM_NEW, EOS) for prompt_T in prompts]
+    answers = [
+        decode_plainly(decoder, [Task(ids_T=prompt_T, max_new_tokens=NUM_NEW)], EOS)[0]
+        for prompt_T in prompts
+    ]
     _capture(
         run,
         [
@@ -125,7 +130,12 @@ def test_a_drafter_trained_on_quantised_rows_replays_as_it_decodes(
     rounding = partial(as_stored, mode=hidden_mode, calibrations=store.calibration.hidden)
     decoded, replayed = (Tally(num_drafts=3) for _ in range(2))
     for row, prompt_T in enumerate(prompts):
-        answer = decode(decoder, ModelDrafting(drafter, head, rounding), prompt_T, NUM_NEW, EOS)
+        answer = decode(
+            decoder,
+            ModelDrafting(drafter, head, rounding),
+            [Task(ids_T=prompt_T, max_new_tokens=NUM_NEW)],
+            EOS,
+        )[0]
         assert answer.tokens == answers[row].tokens
         decoded.add(answer.cycles)
         index = store.table.find(f"sample-{row}")

@@ -4,7 +4,8 @@ Its one trap: the context is the *same* tensor for every layer. It passes throug
 `hidden_norm` once and through no layer's input norm; only keys and values are made of it.
 
 Shape letters: N packed tokens, K captured layers, H hidden, Q = anchors x slots, S slots of one
-block, E query heads, G key/value heads, D width of a head.
+block, E query heads, G key/value heads, D width of a head, B texts drafted for together, M
+positions of the longest.
 Contract: arXiv 2602.06036 and z-lab's `dflash/model.py`.
 """
 
@@ -191,20 +192,41 @@ class Drafter(nn.Module):
     def draft(
         self,
         keys_values: Sequence[tuple[Tensor, Tensor]],
-        block_SH: Tensor,
-        position_S: Tensor,
+        num_context_B: Sequence[int],
+        block_BSH: Tensor,
     ) -> Tensor:
-        """One block after its whole context -> hidden_SH after the final norm.
+        """A block of each of B texts after its whole context -> hidden_BSH after the final norm.
 
-        `keys_values` hold the consecutive positions up to position_S[0] - 1.
+        `keys_values`: of each layer [B, M, G, D]; text b has the first num_context_B[b] of M
+        positions, and its block begins at the next one.
         """
-        turn_S = self.rotary(position_S, block_SH.dtype)
-        for layer, (key_NGD, value_NGD) in zip(self._layers(), keys_values, strict=True):
-            block_SH = layer(block_SH, turn_S, key_NGD, value_NGD, self._attend_all)
-        normed_SH: Tensor = self.norm(block_SH)
-        return normed_SH
+        num_texts, num_slots = block_BSH.shape[:2]
+        device = block_BSH.device
+        start_B = torch.tensor(num_context_B, device=device)
+        position_BS = start_B[:, None] + torch.arange(num_slots, device=device)
+        turn_Q = self.rotary(position_BS.flatten(), block_BSH.dtype)
+        attend = _BlockAttention(self.shape.sliding_window, num_context_B, start_B, num_slots)
+        block_QH = block_BSH.flatten(0, 1)
+        for layer, (key_BMGD, value_BMGD) in zip(self._layers(), keys_values, strict=True):
+            block_QH = layer(block_QH, turn_Q, key_BMGD, value_BMGD, attend)
+        normed_QH: Tensor = self.norm(block_QH)
+        return normed_QH.view(num_texts, num_slots, -1)
 
-    def _attend_all(
+    def _layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+
+class _BlockAttention:
+    """A block of each text, which may see its whole context; on sliding layers what the window
+    leaves of it, and no later slot. Its context comes as [B, M, G, D]."""
+
+    def __init__(
+        self, window: int, num_context_B: Sequence[int], start_B: Tensor, num_slots: int
+    ) -> None:
+        self._window, self._start_B, self._num_slots = window, start_B, num_slots
+        self._num_context = set(num_context_B)
+
+    def __call__(
         self,
         layer_type: str,
         query_QED: Tensor,
@@ -213,33 +235,52 @@ class Drafter(nn.Module):
         block_key_QGD: Tensor,
         block_value_QGD: Tensor,
     ) -> Tensor:
-        """One block that may see its whole context, on sliding layers what the window leaves."""
-        num_context, num_slots = len(context_key_NGD), len(query_QED)
-        visible = None
-        if layer_type == SLIDING:
-            place = torch.arange(num_context + num_slots, device=query_QED.device)
-            own = place[num_context:, None]
-            visible = (place <= own) & (place >= own - (self.shape.sliding_window - 1))
-        return dense_attention(
-            query_QED,
-            torch.cat((context_key_NGD, block_key_QGD)),
-            torch.cat((context_value_NGD, block_value_QGD)),
-            visible,
-        )
+        size = (len(self._start_B), self._num_slots)
+        key_BMGD = torch.cat((context_key_NGD, block_key_QGD.unflatten(0, size)), dim=1)
+        value_BMGD = torch.cat((context_value_NGD, block_value_QGD.unflatten(0, size)), dim=1)
+        visible = self._visible(layer_type == SLIDING, context_key_NGD.shape[1])
+        return grouped_attention(
+            query_QED.unflatten(0, size), key_BMGD, value_BMGD, visible
+        ).flatten(0, 1)
 
-    def _layers(self) -> list[Layer]:
-        return [layer for layer in self.layers if isinstance(layer, Layer)]
+    def _visible(self, is_sliding: bool, room: int) -> Tensor | None:
+        """[B, 1, S, M + S]; None: all of it."""
+        if self._num_context == {room} and not is_sliding:
+            return None
+        device = self._start_B.device
+        slot_S = torch.arange(self._num_slots, device=device)
+        place_M = torch.arange(room, device=device)
+        start_B1 = self._start_B[:, None]
+        # of each column the position, and whether there is anything
+        place_BM = torch.cat((place_M.expand(len(start_B1), -1), start_B1 + slot_S), dim=1)
+        is_there_BM = torch.cat(
+            (place_M < start_B1, torch.ones_like(start_B1 + slot_S, dtype=torch.bool)), dim=1
+        )
+        visible_BSM = is_there_BM[:, None].expand(-1, self._num_slots, -1)
+        if is_sliding:
+            own_BS1 = (start_B1 + slot_S)[:, :, None]
+            place_B1M = place_BM[:, None]
+            in_window = (place_B1M <= own_BS1) & (place_B1M > own_BS1 - self._window)
+            visible_BSM = visible_BSM & in_window
+        return visible_BSM[:, None]
 
 
 def dense_attention(
     query_QED: Tensor, key_MGD: Tensor, value_MGD: Tensor, visible_QM: Tensor | None
 ) -> Tensor:
     """Plain grouped-query attention under a boolean mask -> [Q, E, D]; None: all is visible."""
+    return grouped_attention(query_QED[None], key_MGD[None], value_MGD[None], visible_QM)[0]
+
+
+def grouped_attention(
+    query_BQED: Tensor, key_BMGD: Tensor, value_BMGD: Tensor, visible: Tensor | None
+) -> Tensor:
+    """The same of B texts; `visible` broadcasts to [B, E, Q, M]."""
     mixed = F.scaled_dot_product_attention(
-        query_QED.transpose(0, 1)[None],
-        key_MGD.transpose(0, 1)[None],
-        value_MGD.transpose(0, 1)[None],
-        attn_mask=visible_QM,
+        query_BQED.transpose(1, 2),
+        key_BMGD.transpose(1, 2),
+        value_BMGD.transpose(1, 2),
+        attn_mask=visible,
         enable_gqa=True,
     )
-    return mixed[0].transpose(0, 1)
+    return mixed.transpose(1, 2)

@@ -1,17 +1,20 @@
 """`dflash eval`: the drafter, an untrained one and prompt lookup in one table.
 
-With prompts the target decodes for real, and every output is compared with plain greedy decoding;
-without, the held-out samples of a store are replayed and no target is needed.
+With prompts the target decodes for real, greedy or sampled, and every greedy output is compared
+with plain decoding, which is timed in the same run; without, the held-out samples of a store are
+replayed and no target is needed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,43 +23,43 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.place import Place, dtype_name
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.store import Store, open_store
+from dflash_pipeline.store import open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.table import HELD_OUT
 from dflash_pipeline.train.decode import (
     EXEMPT_GAP,
-    Answer,
     DecodeTarget,
-    Drafting,
-    LookupDrafting,
-    ModelDrafting,
-    Tally,
-    as_stored,
+    Task,
     decode,
     decode_plainly,
     first_difference,
 )
 from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.drafting import Drafting, LookupDrafting, ModelDrafting, as_stored
 from dflash_pipeline.train.export import Checkpoint, read_checkpoint, rendering
+from dflash_pipeline.train.fits import check_fits, check_layers, check_rendering
 from dflash_pipeline.train.head import TargetHead
-from dflash_pipeline.train.lookup import PromptLookup
+from dflash_pipeline.train.plot import draw
 from dflash_pipeline.train.preflight import twin_shape
-from dflash_pipeline.train.replay import held_out, replay, replay_lookup
+from dflash_pipeline.train.replay import held_out, replayed, replayed_lookup
 from dflash_pipeline.train.report import (
-    ALL,
-    RESERVED,
     Arm,
     Mismatch,
+    Pace,
     Report,
+    Scored,
+    scored,
     table,
     to_json,
     write_json,
 )
+from dflash_pipeline.train.sampling import Draws, Sampling
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.tally import Answer
 
 # of the rehearsal: more than one cycle over a short prompt
-_TRIAL_PROMPT_TOKENS, _TRIAL_TOKENS = 16, 4
-TRAINED, UNTRAINED, LOOKUP = "trained", "untrained", "lookup"
+_TRIAL_PROMPTS, _TRIAL_PROMPT_TOKENS, _TRIAL_TOKENS = 2, 16, 4
+PLAIN, TRAINED, UNTRAINED, LOOKUP = "plain", "trained", "untrained", "lookup"
 
 
 class Prompt(Protocol):
@@ -138,6 +141,9 @@ def main(run: Run, place: Place, extra: Mapping[str, object], open_target: OpenT
     if run.eval.json:
         write_json(Path(run.eval.json), to_json(report))
         log.say(f"results are in {run.eval.json}")
+    if run.eval.plot:
+        draw(Path(run.eval.plot), report)
+        log.say(f"figure is in {run.eval.plot}")
     if report.is_judged and not report.is_identical:
         first = next(found for found in report.mismatches if not found.is_exempt)
         raise ValueError(
@@ -163,52 +169,97 @@ def by_decoding(
     )
     check_rendering(checkpoint, opened.rendering, "this command")
     rounding = _rounding(run, shape) if run.eval.as_stored else None
-    trained, untrained = drafters(checkpoint, run.train.seed, opened.device, opened.dtype)
+    trained, untrained = drafters(checkpoint, run.eval.seed, opened.device, opened.dtype)
     rehearse(run, shape, opened, rounding, log)
     loaded = opened.load()
     head = TargetHead(loaded.embed_VH, loaded.head_VH, shape)
     draftings: dict[str, Drafting] = {
         TRAINED: ModelDrafting(trained, head, rounding),
         UNTRAINED: ModelDrafting(untrained, head, rounding),
-        LOOKUP: LookupDrafting(PromptLookup(shape.block_size - 1, run.eval.lookup_ngram)),
+        LOOKUP: LookupDrafting(shape.block_size - 1, run.eval.lookup_ngram),
     }
-    total = len(opened.prompts) * (1 + len(draftings))
-    prompts_T = [torch.tensor(prompt.ids, device=opened.device) for prompt in opened.prompts]
-    plain = list[Answer]()
-    began = time.perf_counter()
-    for prompt, prompt_T in zip(opened.prompts, prompts_T, strict=True):
-        plain.append(decode_plainly(loaded.target, prompt_T, prompt.max_new_tokens, opened.eos_ids))
-        log.progress(len(plain), total, "answers")
-    plain_seconds = time.perf_counter() - began
-    arms, mismatches = dict[str, Arm](), list[Mismatch]()
-    num_done = len(plain)
+    return _decoded(run, opened, loaded.target, draftings, shape.block_size - 1, log)
+
+
+def _decoded(
+    run: Run,
+    opened: EvalTarget,
+    target: DecodeTarget,
+    draftings: Mapping[str, Drafting],
+    num_drafts: int,
+    log: RunLog,
+) -> Report:
+    sampling, eos_ids = sampling_of(run), opened.eos_ids
+    rounds: dict[str, Callable[[Sequence[Task]], list[Answer]]] = {
+        PLAIN: lambda tasks: decode_plainly(target, tasks, eos_ids, sampling)
+    }
     for name, drafting in draftings.items():
-        tallies = _tallies([prompt.domain for prompt in opened.prompts], shape)
-        began = time.perf_counter()
-        for prompt, prompt_T, reference in zip(opened.prompts, prompts_T, plain, strict=True):
-            answer = decode(
-                loaded.target, drafting, prompt_T, prompt.max_new_tokens, opened.eos_ids
-            )
-            tallies[prompt.domain].add(answer.cycles)
-            found = first_difference(reference, answer)
-            if found is not None:
-                mismatches.append(_mismatch(name, prompt.key, found, reference))
-            num_done += 1
-            log.progress(num_done, total, "answers", tau=tallies[prompt.domain].tau)
-        arms[name] = _arm(tallies, time.perf_counter() - began, shape)
+        rounds[name] = partial(decode, target, drafting, eos_ids=eos_ids, sampling=sampling)
+    batches = batched(opened.prompts, run.eval.batch_size)
+    # kernels are chosen and memory is taken before the clock starts
+    for answer_all in rounds.values():
+        answer_all(_tasks(batches[0], opened.device, run.eval.seed, _TRIAL_TOKENS))
+    total, num_done = len(opened.prompts) * len(rounds), 0
+    plain, plain_pace = dict[str, Answer](), Pace(tokens={}, seconds={})
+    arms, mismatches = dict[str, Arm](), list[Mismatch]()
+    for name, answer_all in rounds.items():
+        seconds, prompts = defaultdict[str, float](float), list[Scored]()
+        for batch in batches:
+            # plain decoding has numbers of its own: its answers are no copies of an arm's
+            seed = run.eval.seed if name != PLAIN else ~run.eval.seed
+            tasks = _tasks(batch, opened.device, seed, run.eval.max_new_tokens)
+            began = time.perf_counter()
+            answers = _answered(answer_all, tasks)
+            elapsed_s = time.perf_counter() - began
+            for prompt, answer in zip(batch, answers, strict=True):
+                found = scored(prompt.key, prompt.domain, [answer], num_drafts)
+                prompts.append(found)
+                if name == PLAIN:
+                    plain[prompt.key] = answer
+                elif sampling.is_greedy:
+                    mismatches += _mismatches(name, prompt.key, plain[prompt.key], answer)
+            seconds[prompts[-1].domain] += elapsed_s
+            num_done += len(batch)
+            log.progress(num_done, total, "answers")
+        pace = Pace(tokens=_tokens(prompts), seconds=seconds)
+        if name == PLAIN:
+            plain_pace = pace
+        else:
+            arms[name] = Arm(prompts=prompts, pace=pace)
     return Report(
         mode="decode",
+        settings=_settings(run) | {"rendering": dict(opened.rendering)},
         arms=arms,
-        num_prompts=len(plain),
-        plain_tokens=sum(len(answer.tokens) for answer in plain),
-        plain_seconds=plain_seconds,
+        plain=plain_pace,
         mismatches=mismatches,
-        is_judged=opened.dtype == torch.float32,
+        is_judged=opened.dtype == torch.float32 and sampling.is_greedy,
+        seed=run.eval.seed,
     )
+
+
+def batched(prompts: Sequence[Prompt], batch_size: int) -> list[list[Prompt]]:
+    """Prompts of one domain and of similar length together, so that each domain has its time."""
+    ordered = sorted(prompts, key=lambda prompt: (prompt.domain, len(prompt.ids)))
+    batches = list[list[Prompt]]()
+    for _, group in groupby(ordered, key=lambda prompt: prompt.domain):
+        of_domain = list(group)
+        batches += [of_domain[i : i + batch_size] for i in range(0, len(of_domain), batch_size)]
+    return batches
+
+
+def sampling_of(run: Run) -> Sampling:
+    """How `eval` chooses tokens."""
+    config = run.eval
+    return Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
 
 
 def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Report:
     """The held-out samples of `run.store.path`, at most `run.eval.limit` a domain."""
+    if run.eval.temperature:
+        raise UsageError(
+            f"eval.temperature is {run.eval.temperature:g}: a replay takes the stored answers as "
+            "they are and is greedy; give --prompts to decode with sampling"
+        )
     shape = checkpoint.shape
     store = open_store(run.store.path)
     spec, names = store.spec, store.table.domains
@@ -225,32 +276,34 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
     is_bf16 = dtype_name(run.target.dtype, place.kind) == "bf16"
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     head = TargetHead.from_store(store, shape, place.device, dtype)
-    trained, untrained = drafters(checkpoint, run.train.seed, place.device, dtype)
-    cut, ngram = run.eval.max_new_tokens, run.eval.lookup_ngram
-    runners: dict[str, Callable[[int], Tally]] = {
-        TRAINED: lambda index: replay(store, [index], trained, head, shape, cut),
-        UNTRAINED: lambda index: replay(store, [index], untrained, head, shape, cut),
-        LOOKUP: lambda index: replay_lookup(store, [index], shape.block_size - 1, ngram, cut),
+    trained, untrained = drafters(checkpoint, run.eval.seed, place.device, dtype)
+    cut, ngram, num_drafts = run.eval.max_new_tokens, run.eval.lookup_ngram, shape.block_size - 1
+    runners: dict[str, Callable[[int], list[Answer]]] = {
+        TRAINED: lambda index: replayed(store, index, trained, head, shape, cut),
+        UNTRAINED: lambda index: replayed(store, index, untrained, head, shape, cut),
+        LOOKUP: lambda index: replayed_lookup(store, index, num_drafts, ngram, cut),
     }
     num_samples = sum(len(indices) for indices in samples.values())
     arms, num_done = dict[str, Arm](), 0
     for name, runner in runners.items():
-        tallies = _tallies(samples, shape)
-        began = time.perf_counter()
-        for domain, indices in samples.items():
+        prompts, seconds = list[Scored](), defaultdict[str, float](float)
+        for domain, indices in sorted(samples.items()):
+            began = time.perf_counter()
             for index in indices:
-                tallies[domain].merge(runner(index))
+                key = store.table.key(index)
+                prompts.append(scored(key, domain, runner(index), num_drafts))
                 num_done += 1
                 log.progress(num_done, num_samples * len(runners), "samples")
-        arms[name] = _arm(tallies, time.perf_counter() - began, shape)
+            seconds[prompts[-1].domain] = time.perf_counter() - began
+        arms[name] = Arm(prompts=prompts, pace=Pace(tokens=_tokens(prompts), seconds=seconds))
     return Report(
         mode="replay",
+        settings=_settings(run) | {"rendering": rendering(spec)},
         arms=arms,
-        num_prompts=num_samples,
-        plain_tokens=0,
-        plain_seconds=0.0,
+        plain=None,
         mismatches=[],
         is_judged=False,
+        seed=run.eval.seed,
     )
 
 
@@ -294,15 +347,22 @@ def rehearse(
         layer_ids=tuple(twin.layer_ids),
     )
     drafter = Drafter(small)
-    drafter.initialise(run.train.seed)
+    drafter.initialise(run.eval.seed)
     drafter.requires_grad_(False)
     head = TargetHead(twin.embed_VH, twin.head_VH, small)
-    lookup = PromptLookup(small.block_size - 1, run.eval.lookup_ngram)
-    prompt_T = torch.tensor(opened.prompts[0].ids[-_TRIAL_PROMPT_TOKENS:])
-    num_new = min(run.eval.max_new_tokens, _TRIAL_TOKENS)
-    decode_plainly(twin.target, prompt_T, num_new, opened.eos_ids)
-    for drafting in (ModelDrafting(drafter, head, None), LookupDrafting(lookup)):
-        decode(twin.target, drafting, prompt_T, num_new, opened.eos_ids)
+    lookup = LookupDrafting(small.block_size - 1, run.eval.lookup_ngram)
+    sampling = sampling_of(run)
+    tasks = [
+        Task(
+            ids_T=torch.tensor(prompt.ids[-_TRIAL_PROMPT_TOKENS:]),
+            max_new_tokens=min(run.eval.max_new_tokens, _TRIAL_TOKENS),
+            draws=Draws(run.eval.seed, prompt.key),
+        )
+        for prompt in opened.prompts[: min(run.eval.batch_size, _TRIAL_PROMPTS)]
+    ]
+    decode_plainly(twin.target, tasks, opened.eos_ids, sampling)
+    for drafting in (ModelDrafting(drafter, head, None), lookup):
+        decode(twin.target, drafting, tasks, opened.eos_ids, sampling)
 
 
 def _rounding(run: Run, shape: DrafterShape) -> Callable[[Tensor], Tensor]:
@@ -324,62 +384,6 @@ def _rounding(run: Run, shape: DrafterShape) -> Callable[[Tensor], Tensor]:
     return partial(as_stored, mode=store.spec.hidden_mode, calibrations=calibrations)
 
 
-def check_layers(shape: DrafterShape, store: Store) -> None:
-    """Raise UsageError unless the store holds every layer that the drafter reads."""
-    if missing := sorted(set(shape.layer_ids) - set(store.spec.layer_ids)):
-        raise UsageError(
-            f"the drafter reads layers {missing}, store {store.path} holds {store.spec.layer_ids}"
-        )
-
-
-def check_fits(
-    checkpoint: Checkpoint,
-    num_target_layers: int,
-    hidden_size: int,
-    vocab_size: int,
-    reserved_ids: Set[int],
-) -> None:
-    """Raise UsageError unless the drafter was made for a target of these dimensions."""
-    shape = checkpoint.shape
-    pairs = [
-        ("hidden size", shape.hidden_size, hidden_size),
-        ("vocabulary", shape.vocab_size, vocab_size),
-    ]
-    # the speculators layout of others does not say how many layers its target has
-    if checkpoint.layout == "zlab":
-        pairs.append(("number of target layers", shape.num_target_layers, num_target_layers))
-    problems = [
-        f"{name} {mine}, the target's is {theirs}" for name, mine, theirs in pairs if mine != theirs
-    ]
-    if max(shape.layer_ids) > num_target_layers - 2:
-        problems.append(f"layers {shape.layer_ids}, the target has {num_target_layers}")
-    if shape.mask_token_id in reserved_ids:
-        problems.append(f"mask token {shape.mask_token_id}, an end or padding token of the target")
-    if problems:
-        listed = "; it has ".join(problems)
-        raise UsageError(f"drafter {checkpoint.path} does not fit the target: it has {listed}")
-
-
-def check_rendering(checkpoint: Checkpoint, found: Mapping[str, str], whose: str) -> None:
-    """Raise UsageError if prompts are made in another way than the store that was trained on.
-
-    A drafter knows what its target says under one template and one set of arguments; under others
-    (thinking on instead of off) tau is that of another task. whose: what `found` is of.
-    """
-    trained_on = checkpoint.trained_on
-    differing = [
-        f"{name} {trained_on[name]!r}, {whose} has {value!r}"
-        for name, value in found.items()
-        if name in trained_on and trained_on[name] != value
-    ]
-    if differing:
-        raise UsageError(
-            f"drafter {checkpoint.path} was trained on a store of {'; '.join(differing)}: its tau "
-            "would be that of another task. Set --thinking, --template-arg and --system-prompt, or "
-            "the target, to those of the store"
-        )
-
-
 def drafters(
     checkpoint: Checkpoint, seed: int, device: torch.device | str, dtype: torch.dtype
 ) -> tuple[Drafter, Drafter]:
@@ -392,19 +396,50 @@ def drafters(
     return trained, untrained
 
 
-def _tallies(domains: Iterable[str], shape: DrafterShape) -> dict[str, Tally]:
-    return {domain: Tally(num_drafts=shape.block_size - 1) for domain in sorted(set(domains))}
+def _tasks(
+    batch: Sequence[Prompt], device: torch.device, seed: int, max_new_tokens: int
+) -> list[Task]:
+    return [
+        Task(
+            ids_T=torch.tensor(prompt.ids, device=device),
+            max_new_tokens=min(prompt.max_new_tokens, max_new_tokens),
+            draws=Draws(seed, prompt.key),
+        )
+        for prompt in batch
+    ]
 
 
-def _arm(tallies: Mapping[str, Tally], seconds: float, shape: DrafterShape) -> Arm:
-    pooled = Tally(num_drafts=shape.block_size - 1)
-    for tally in tallies.values():
-        pooled.merge(tally)
-    named = {f"{name}_" if name in RESERVED else name: tally for name, tally in tallies.items()}
-    return Arm(tallies={ALL: pooled} | named, seconds=seconds)
+def _answered(
+    answer_all: Callable[[Sequence[Task]], list[Answer]], tasks: Sequence[Task]
+) -> list[Answer]:
+    try:
+        return answer_all(tasks)
+    except torch.OutOfMemoryError as error:
+        longest = max(len(task.ids_T) for task in tasks)
+        raise ValueError(
+            f"no memory to decode {len(tasks)} prompts of up to {longest} tokens together: lower "
+            "eval.batch_size, eval.max_new_tokens or data.max_len"
+        ) from error
 
 
-def _mismatch(arm: str, key: str, place: int, reference: Answer) -> Mismatch:
+def _tokens(prompts: Sequence[Scored]) -> dict[str, int]:
+    tokens = defaultdict[str, int](int)
+    for one in prompts:
+        tokens[one.domain] += one.num_tokens
+    return tokens
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """What two evaluations must share to be compared."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "as_stored")
+    return {name: getattr(run.eval, name) for name in names}
+
+
+def _mismatches(arm: str, key: str, reference: Answer, answer: Answer) -> list[Mismatch]:
+    """None or one."""
+    place = first_difference(reference, answer)
+    if place is None:
+        return []
     # an answer that goes on where the plain one ended has no gap of its own there
     gap = reference.gaps[min(place, len(reference.gaps) - 1)]
-    return Mismatch(arm=arm, key=key, place=place, gap=gap, is_exempt=gap < EXEMPT_GAP)
+    return [Mismatch(arm=arm, key=key, place=place, gap=gap, is_exempt=gap < EXEMPT_GAP)]

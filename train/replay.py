@@ -19,13 +19,14 @@ from torch import Tensor
 
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.table import HELD_OUT
-from dflash_pipeline.train.decode import Cycle, Tally, num_agreed
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.lookup import PromptLookup
 from dflash_pipeline.train.mask import Visibility, grouped_attend
+from dflash_pipeline.train.sampling import num_agreed
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.stored import StoredRows
+from dflash_pipeline.train.tally import Answer, Cycle, Tally
 
 Propose = Callable[[int], Sequence[int]]
 Runs = Sequence[tuple[int, int]]
@@ -55,35 +56,50 @@ def replay(
 
     `max_new_tokens` cuts answers as decoding does; None: they end where they were stored to end.
     """
-    weight = drafter.norm.weight
-    stored = StoredRows.hidden(store, shape.layer_ids, weight.device)
     tally = Tally(num_drafts=shape.block_size - 1)
     for index in samples:
-        ids_T, mask_T = store.tokens(index)
-        # a copy: a view of the file cannot be written to, and torch would warn of it
-        rows_TKZ = torch.from_numpy(np.array(store.hidden(index))).to(weight.device)
-        feature_TKH = stored.decode(rows_TKZ, weight.dtype)
-        runs = answer_runs(mask_T, max_new_tokens)
-        for cycles in walk_model(ids_T.astype(np.int64), runs, feature_TKH, drafter, head, shape):
-            tally.add(cycles)
+        for answer in replayed(store, index, drafter, head, shape, max_new_tokens):
+            tally.add(answer.cycles)
     return tally
 
 
-def replay_lookup(
+def replayed(
     store: Store,
-    samples: Iterable[int],
-    num_drafts: int,
-    ngram: int,
+    index: int,
+    drafter: Drafter,
+    head: TargetHead,
+    shape: DrafterShape,
     max_new_tokens: int | None,
-) -> Tally:
+) -> list[Answer]:
+    """The answers of one sample, with the cycles that `drafter` takes for each."""
+    weight = drafter.norm.weight
+    stored = StoredRows.hidden(store, shape.layer_ids, weight.device)
+    ids_T, mask_T = store.tokens(index)
+    # a copy: a view of the file cannot be written to, and torch would warn of it
+    rows_TKZ = torch.from_numpy(np.array(store.hidden(index))).to(weight.device)
+    feature_TKH = stored.decode(rows_TKZ, weight.dtype)
+    runs = answer_runs(mask_T, max_new_tokens)
+    cycles = walk_model(ids_T.astype(np.int64), runs, feature_TKH, drafter, head, shape)
+    return _answers(ids_T.tolist(), runs, cycles)
+
+
+def replayed_lookup(
+    store: Store, index: int, num_drafts: int, ngram: int, max_new_tokens: int | None
+) -> list[Answer]:
     """The same walk for prompt lookup."""
-    tally = Tally(num_drafts=num_drafts)
-    for index in samples:
-        ids_T, mask_T = store.tokens(index)
-        ids = ids_T.tolist()
-        for start, end in answer_runs(mask_T, max_new_tokens):
-            tally.add(walk(ids, start, end, _lookup_proposals(ids, num_drafts, ngram)))
-    return tally
+    ids_T, mask_T = store.tokens(index)
+    ids, runs = ids_T.tolist(), answer_runs(mask_T, max_new_tokens)
+    cycles = [
+        walk(ids, start, end, _lookup_proposals(ids, num_drafts, ngram)) for start, end in runs
+    ]
+    return _answers(ids, runs, cycles)
+
+
+def _answers(ids: Sequence[int], runs: Runs, cycles: Sequence[list[Cycle]]) -> list[Answer]:
+    return [
+        Answer(tokens=list(ids[start:end]), cycles=own)
+        for (start, end), own in zip(runs, cycles, strict=True)
+    ]
 
 
 def answer_runs(mask_T: npt.NDArray[np.integer], max_new_tokens: int | None) -> Runs:

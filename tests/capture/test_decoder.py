@@ -42,6 +42,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+LAYER_IDS = (0, 2)
 SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
@@ -56,47 +57,61 @@ def model(family: str) -> PreTrainedModel:
     return GptOssForCausalLM(config)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
-def test_rejected_tokens_leave_no_trace(family: str) -> None:
-    torch.set_num_threads(1)
-    target_model = model(family)
-    layer_ids = (0, 2)
-    ids_T = torch.randint(1, 256, (30,))
-    # windows of 6 are long past when the cache is cut back
-    read = Decoder(Target(target_model, ()), layer_ids)
-    first_V, features = read.prefill(ids_T[:16])
-    logits = [first_V[None]]
-    parts = [features]
-    wrong_S = torch.cat((ids_T[16:18], torch.tensor([9, 9, 9])))
-    for tokens, num_kept in ((wrong_S, 2), (ids_T[18:30], 12)):
-        logits_SV, feature_SKH = read.verify(tokens)
-        logits.append(logits_SV[:num_kept])
-        parts.append(feature_SKH[:num_kept])
-        read.crop(sum(len(part) for part in parts))
-
-    whole = Target(target_model, layer_ids)
+def expected(target_model: PreTrainedModel, ids_T: torch.Tensor) -> tuple[Any, Any]:
+    """Logits and features of a text read at once, as capture reads it."""
+    whole = Target(target_model, LAYER_IDS)
     hidden_KBTH, last_BTH = whole.forward(ids_T[None])
     feature_TKH = torch.stack([hidden_BTH[0] for hidden_BTH in hidden_KBTH], dim=1)
-    torch.testing.assert_close(torch.cat(parts), feature_TKH, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        torch.cat(logits), whole.head_logits(last_BTH)[0, 15:], rtol=1e-4, atol=1e-4
-    )
-    assert feature_TKH.shape == (30, 2, 32)
+    return whole.head_logits(last_BTH)[0], feature_TKH
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("lengths", [(16,), (16, 16), (3, 16, 9)])
+def test_rejected_tokens_leave_no_trace(family: str, lengths: tuple[int, ...]) -> None:
+    target_model = model(family)
+    # windows of 6 are long past when the cache is cut back
+    texts = [torch.randint(1, 256, (length + 14,)) for length in lengths]
+    read = Decoder(Target(target_model, ()), LAYER_IDS)
+    logits_BV, features = read.prefill([text[:n] for text, n in zip(texts, lengths, strict=True)])
+    logits, parts = [[row] for row in logits_BV[:, None]], [[feature] for feature in features]
+    going, ends = list(range(len(texts))), list(lengths)
+    # of each text another number of tokens is right, the rest of a block is not
+    for num_right in ((2, 5, 1), (4, 3, 4), (5, 1, 2)):
+        block_BS = torch.full((len(going), 5), 9)
+        for row, text in enumerate(going):
+            block_BS[row, : num_right[row]] = texts[text][ends[text] : ends[text] + num_right[row]]
+        logits_BSV, feature_BSKH = read.verify(block_BS)
+        for row, text in enumerate(going):
+            logits[text].append(logits_BSV[row, : num_right[row]])
+            parts[text].append(feature_BSKH[row, : num_right[row]])
+            ends[text] += num_right[row]
+        # the first text leaves the batch half way, the others change places
+        rows = list(range(len(going)))
+        if len(going) == 3:
+            rows = [2, 1]
+        going = [going[row] for row in rows]
+        read.crop(rows, [ends[text] for text in going])
+    for text, length in enumerate(lengths):
+        logits_TV, feature_TKH = expected(target_model, texts[text][: ends[text]])
+        close = {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(torch.cat(parts[text]), feature_TKH, **close)
+        torch.testing.assert_close(torch.cat(logits[text]), logits_TV[length - 1 :], **close)
+        assert feature_TKH.shape == (ends[text], 2, 32)
 
 
 def test_a_second_prompt_starts_from_nothing() -> None:
     read = Decoder(Target(model("qwen3"), ()), (1,))
     ids_T = torch.arange(5, 15)
-    once_V, _ = read.prefill(ids_T)
-    read.verify(torch.tensor([3, 4]))
-    again_V, _ = read.prefill(ids_T)
-    assert torch.equal(once_V, again_V)
+    once_BV, _ = read.prefill([ids_T])
+    read.verify(torch.tensor([[3, 4]]))
+    again_BV, _ = read.prefill([ids_T])
+    assert torch.equal(once_BV, again_BV)
 
 
 def test_a_running_state_is_refused_with_the_way_out() -> None:
     target = Target(model("qwen3"), ())
     target.model.config.layer_types = ["linear_attention", "full_attention"] * 2
-    with pytest.raises(UsageError, match=r"linear_attention.*replay"):
+    with pytest.raises(UsageError, match=r"linear_attention.*Replay.*--store.*--endpoint"):
         Decoder(target, (1,))
 
 
@@ -196,7 +211,7 @@ def test_a_twin_decodes_as_the_target_will(
     assert small is not None
     ids_T = torch.tensor(opened.prompts[0].ids)
     for one in (small, whole):
-        logits_V, feature_TKH = one.target.prefill(ids_T)
+        (logits_V,), (feature_TKH,) = one.target.prefill([ids_T])
         vocab_size, hidden_size = one.embed_VH.shape
         assert vocab_size == len(logits_V) == opened.vocab_size
         assert feature_TKH.shape == (len(ids_T), len(one.layer_ids), hidden_size)

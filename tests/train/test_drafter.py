@@ -122,13 +122,27 @@ def test_one_block_with_kept_keys_equals_the_contract(any_shape: DrafterShape) -
         drafter.context_keys_values(drafter.context(feature_TKH[part]), torch.arange(11)[part])
         for part in (slice(0, 6), slice(6, 11))
     ]
-    keys_values = [
-        (torch.cat((first[0], second[0])), torch.cat((first[1], second[1])))
-        for first, second in zip(*parts, strict=True)
-    ]
-    hidden_SH = drafter.draft(keys_values, block_SH, torch.arange(11, 15))
+    # beside it stands a text of four positions, whose room behind them must not be seen
+    room = torch.full((2, 11, 1, 8), 50.0)
+    keys_values = []
+    for first, second in zip(*parts, strict=True):
+        key_value = []
+        for one, two in zip(first, second, strict=True):
+            cache = room.clone()
+            cache[0], cache[1, :4] = torch.cat((one, two)), one[:4]
+            key_value.append(cache)
+        keys_values.append((key_value[0], key_value[1]))
+    hidden_BSH = drafter.draft(keys_values, [11, 4], torch.stack((block_SH, block_SH)))
+    alone = [(key[:1], value[:1]) for key, value in keys_values]
+    alone_BSH = drafter.draft(alone, [11], block_SH[None])
     wanted = _by_hand(drafter, feature_TKH, 11, block_SH)
-    torch.testing.assert_close(hidden_SH, wanted, rtol=1e-4, atol=1e-5)
+    shorter = _by_hand(drafter, feature_TKH[:4], 4, block_SH)
+    for found, expected in (
+        (alone_BSH[0], wanted),
+        (hidden_BSH[0], wanted),
+        (hidden_BSH[1], shorter),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_without_context_is_qwen3s_own(shape: DrafterShape) -> None:
@@ -154,8 +168,9 @@ def test_a_layer_without_context_is_qwen3s_own(shape: DrafterShape) -> None:
         block_SH[None], position_embeddings=turn, attention_mask=torch.zeros(1, 1, 6, 6)
     )
     wanted = wanted[0] if isinstance(wanted, tuple) else wanted
-    nothing = torch.zeros(0, 1, 8)
-    hidden_SH = drafter.draft([(nothing, nothing)], block_SH, position_S)
+    # only distances count: the block may as well begin at 0
+    nothing = torch.zeros(1, 0, 1, 8)
+    (hidden_SH,) = drafter.draft([(nothing, nothing)], [0], block_SH[None])
     wanted_SH = _norm(wanted.view(6, 8), drafter.norm.weight)
     torch.testing.assert_close(hidden_SH, wanted_SH, rtol=1e-4, atol=1e-5)
 

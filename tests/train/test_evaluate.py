@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,8 @@ from dflash_pipeline.store.rows import encode
 from dflash_pipeline.store.table import HELD_OUT, TRAIN
 from dflash_pipeline.train import evaluate
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.evaluate import check_fits
 from dflash_pipeline.train.export import read_checkpoint, write_zlab
+from dflash_pipeline.train.fits import check_fits
 from dflash_pipeline.train.shape import DrafterShape
 
 VOCAB, WIDTH = 24, 16
@@ -59,32 +60,38 @@ SHAPE = DrafterShape(
 class CountingTarget:
     """Token t is followed by t + 1, up to 19, then by 5 again; `slip` makes one token differ.
 
-    `slip` is (tokens read together, place, gap): when so many are verified together, the token
+    `slip` is (tokens read together, place): when so many are verified together, the token
     after that place is another one; `gap` is how far the best two are apart everywhere.
     """
 
     def __init__(self, slip: tuple[int, int] | None, gap: float) -> None:
         self.slip, self.gap = slip, gap
-        self.length = 0
+        self.lengths: list[int] = []
+        self.num_together: list[int] = []
 
-    def prefill(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
-        self.length = 0
-        logits_TV, feature_TKH = self._read(ids_T)
-        return logits_TV[-1], feature_TKH
+    def prefill(self, prompts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        self.lengths = [0] * len(prompts)
+        self.num_together.append(len(prompts))
+        read = [self._read(row, ids_T) for row, ids_T in enumerate(prompts)]
+        return torch.stack([logits_TV[-1] for logits_TV, _ in read]), [f for _, f in read]
 
-    def verify(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
-        return self._read(ids_S)
+    def verify(self, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+        read = [self._read(row, ids_S) for row, ids_S in enumerate(ids_BS)]
+        return torch.stack([logits_SV for logits_SV, _ in read]), torch.stack([f for _, f in read])
 
-    def crop(self, num_tokens: int) -> None:
-        self.length = num_tokens
+    def crop(self, prompts: Sequence[int], num_tokens: Sequence[int]) -> None:
+        assert all(
+            num <= self.lengths[prompt] for prompt, num in zip(prompts, num_tokens, strict=True)
+        )
+        self.lengths = list(num_tokens)
 
-    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, row: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = torch.zeros(len(ids), VOCAB)
         for place, token in enumerate(ids.tolist()):
             logits[place, token + 1 if token < 19 else 5] = self.gap
-            if self.slip == (len(ids), self.length + place):
+            if self.slip == (len(ids), self.lengths[row] + place):
                 logits[place, 2] = 2 * self.gap
-        self.length += len(ids)
+        self.lengths[row] += len(ids)
         return logits, torch.ones(len(ids), 2, WIDTH) * ids[:, None, None]
 
 
@@ -153,6 +160,7 @@ def settings(checkpoint: Path, **changes: Any) -> Run:
         "prompts": ("p.jsonl",),
         "max_new_tokens": 30,
         "json": str(checkpoint.parent / "found" / "eval.json"),
+        "plot": str(checkpoint.parent / "found" / "eval.png"),
     }
     return Run(eval=EvalConfig(**(fields | changes)))
 
@@ -188,18 +196,81 @@ def test_three_arms_are_measured_and_compared_with_plain_decoding(
         assert pooled["tau"] == pytest.approx(pooled["kept"] / pooled["cycles"])
         assert pooled["cycles"] == arm["all_"]["cycles"] + arm["math"]["cycles"]
         assert len(pooled["accepted_by_slot"]) == 3
+        for name in ("tau", "tau_per_prompt", "tau_loop_free"):
+            low, high = pooled[f"{name}_interval"]
+            assert 1 <= low <= pooled[name] <= high <= 4
+        # no 4-gram comes twice in counting
+        assert pooled["loop_free_kept"] == pooled["kept"]
+        assert pooled["gain"] > 0
     output = capsys.readouterr().out
     assert "outputs identical to plain greedy decoding: yes" in output
     assert "not used: 2 x tool turn" in output
     heads = next(line for line in output.splitlines() if "per prompt" in line)
-    assert heads.endswith("seconds  accepted")
+    assert heads.split()[-3:] == ["loop-free", "gain", "accepted"]
+    (figure,) = (line for line in output.splitlines() if line.startswith("figure is in "))
+    assert Path(figure.removeprefix("figure is in ")).read_bytes().startswith(b"\x89PNG")
+    for prompt in results["per_prompt"]["lookup"]:
+        assert prompt["kept"] == prompt["tokens"] - 1
+
+
+def test_prompts_are_decoded_together_by_domain_and_length(checkpoint: Path, place: Place) -> None:
+    prompts = tuple(
+        Prompt(f"{domain}{size}", domain, tuple(range(4, 4 + size)))
+        for size in (3, 1, 5, 2)
+        for domain in ("math", "chat")
+    )
+    one_by_one, together = opened(prompts=prompts), opened(prompts=prompts)
+    evaluate.main(settings(checkpoint), place, {}, lambda *_: one_by_one)
+    alone = found(checkpoint)
+    evaluate.main(settings(checkpoint, batch_size=3), place, {}, lambda *_: together)
+    batched = found(checkpoint)
+    # 4 prompts of each domain: 3 and 1, and the first batch once more before the clock starts
+    assert together.load().target.num_together[-16:] == [3, 1, 3, 1] * 4
+    for name, arm in batched["arms"].items():
+        for domain in ("all", "chat", "math"):
+            for key in ("tau", "cycles", "kept", "accepted_by_slot", "tau_interval"):
+                assert arm[domain][key] == alone["arms"][name][domain][key]
+    assert batched["identical"] is True
+
+
+def test_sampled_answers_are_measured_and_not_compared(
+    checkpoint: Path, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warm = {"temperature": 0.9, "top_k": 4, "seed": 3}
+    evaluate.main(settings(checkpoint, **warm), place, {}, lambda *_: opened())
+    first = found(checkpoint)
+    assert (first["identical"], first["mismatches"]) == (None, [])
+    assert first["settings"]["temperature"] == 0.9
+    assert "sampled, each arm with draws of its own" in capsys.readouterr().out
+    evaluate.main(settings(checkpoint, **warm), place, {}, lambda *_: opened())
+    again = found(checkpoint)
+    assert again["per_prompt"] == first["per_prompt"]
+    evaluate.main(settings(checkpoint, **warm | {"seed": 4}), place, {}, lambda *_: opened())
+    assert found(checkpoint)["per_prompt"]["lookup"] != first["per_prompt"]["lookup"]
+
+
+def test_a_loop_flatters_tau_and_not_the_loop_free_part(checkpoint: Path, place: Place) -> None:
+    # 5..19 and again: the second round is a loop, which lookup follows
+    endless = opened(eos_ids=frozenset(), prompts=(Prompt("a", "math", (5,), 60),))
+    evaluate.main(settings(checkpoint, max_new_tokens=60), place, {}, lambda *_: endless)
+    pooled = found(checkpoint)["arms"]["lookup"]["all"]
+    assert pooled["loop_free_kept"] == 14
+    assert pooled["tau_loop_free"] < 1.5 < 2 < pooled["tau"]
+
+
+def test_a_replay_is_greedy(checkpoint: Path, place: Place) -> None:
+    run = dataclasses.replace(
+        settings(checkpoint, prompts=(), temperature=0.5), store=StoreConfig(path="s")
+    )
+    with pytest.raises(UsageError, match=r"eval.temperature is 0.5: a replay .* --prompts"):
+        evaluate.main(run, place, {}, lambda *_: None)
 
 
 def test_an_output_that_differs_in_fp32_fails_after_the_results_are_written(
     checkpoint: Path, place: Place
 ) -> None:
     # blocks of 4: plain decoding reads one token at a time and never slips
-    with pytest.raises(ValueError, match=r"trained on prompt a at new token 1, .* gap is 1.0000"):
+    with pytest.raises(ValueError, match=r"trained on prompt . at new token \d, .* gap is 1.0000"):
         evaluate.main(settings(checkpoint), place, {}, lambda *_: opened(slip=(4, 3)))
     results = found(checkpoint)
     assert results["identical"] is False
@@ -249,6 +320,7 @@ class FakeStore:
             domain=np.array([0, 1, 0, 1, 1, 1]),
             split=np.array([HELD_OUT, HELD_OUT, TRAIN, HELD_OUT, HELD_OUT, TRAIN]),
             sample_id=np.array([4, 9, 1, 2, 7, 3], np.uint64),
+            key=lambda index: f"sample {index}",
         )
         self.readable_N = np.array([True, True, True, True, False, True])
 
@@ -325,8 +397,8 @@ def test_a_drafter_of_nobody_knows_what_store_is_measured(checkpoint: Path, plac
 
 def test_all_is_tried_on_a_twin_before_the_weights_load(checkpoint: Path, place: Place) -> None:
     class Twin(CountingTarget):
-        def verify(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
-            raise ValueError(f"no {len(ids_S)} tokens at once")
+        def verify(self, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+            raise ValueError(f"no {ids_BS.shape[1]} tokens at once")
 
     real = opened()
     twin = SimpleNamespace(**(vars(real.load()) | {"target": Twin(None, 1.0)}))

@@ -24,22 +24,14 @@ from dflash_pipeline.store.rows import encode
 from dflash_pipeline.store.spec import Attributes, Layout, ShardId, StoreSpec
 from dflash_pipeline.store.table import build_table, teacher_positions, valid_anchors
 from dflash_pipeline.store.writer import StoreWriter
-from dflash_pipeline.train.decode import (
-    Answer,
-    Cycle,
-    LookupDrafting,
-    ModelDrafting,
-    Tally,
-    as_stored,
-    decode,
-    decode_plainly,
-)
+from dflash_pipeline.train.decode import Task, decode, decode_plainly
 from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.drafting import LookupDrafting, ModelDrafting, as_stored
 from dflash_pipeline.train.head import TargetHead
-from dflash_pipeline.train.lookup import PromptLookup
 from dflash_pipeline.train.mask import Visibility, grouped_attend
-from dflash_pipeline.train.replay import answer_runs, held_out, replay, replay_lookup, walk
+from dflash_pipeline.train.replay import answer_runs, held_out, replay, replayed_lookup, walk
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.tally import Answer, Cycle, Tally
 
 VOCAB, WIDTH, NUM_NEW, LAYER_IDS = 64, 32, 28, (0, 2)
 CONFIG: dict[str, Any] = {
@@ -107,7 +99,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     target = Target(model, LAYER_IDS)
     decoder = Decoder(Target(model, ()), LAYER_IDS)
     prompts = [torch.randint(8, VOCAB, (length,)) for length in (3, 9, 17, 5)]
-    answers = [decode_plainly(decoder, prompt_T, NUM_NEW, EOS) for prompt_T in prompts]
+    tasks = [Task(ids_T=prompt_T, max_new_tokens=NUM_NEW) for prompt_T in prompts]
+    answers = [decode_plainly(decoder, [task], EOS)[0] for task in tasks]
     path = tmp_path_factory.mktemp("replay") / "store"
     store = build_store(path, target, prompts, answers)
     shape = drafter_of()
@@ -269,7 +262,8 @@ def test_replay_takes_decodings_own_cycles(world: World) -> None:
     drafting = ModelDrafting(world.drafter, world.head, rounding)
     sum_kept = 0
     for index, (prompt_T, plain) in enumerate(zip(world.prompts, world.answers, strict=True)):
-        answer = decode(world.decoder, drafting, prompt_T, NUM_NEW, EOS)
+        task = Task(ids_T=prompt_T, max_new_tokens=NUM_NEW)
+        (answer,) = decode(world.decoder, drafting, [task], EOS)
         assert answer.tokens == plain.tokens
         decoded = Tally(num_drafts=4)
         decoded.add(answer.cycles)
@@ -285,7 +279,8 @@ def test_replay_cuts_answers_as_decoding_does(world: World) -> None:
     for max_new_tokens in (1, 2, 11):
         decoded = Tally(num_drafts=4)
         for prompt_T in world.prompts:
-            answer = decode(world.decoder, drafting, prompt_T, max_new_tokens, EOS)
+            task = Task(ids_T=prompt_T, max_new_tokens=max_new_tokens)
+            (answer,) = decode(world.decoder, drafting, [task], EOS)
             decoded.add(answer.cycles)
         samples = range(len(world.prompts))
         found = replay(world.store, samples, world.drafter, world.head, world.shape, max_new_tokens)
@@ -295,9 +290,14 @@ def test_replay_cuts_answers_as_decoding_does(world: World) -> None:
 def test_lookup_replays_its_decoding(world: World) -> None:
     decoded = Tally(num_drafts=4)
     for prompt_T in world.prompts:
-        drafting = LookupDrafting(PromptLookup(4, 2))
-        decoded.add(decode(world.decoder, drafting, prompt_T, NUM_NEW, EOS).cycles)
-    assert replay_lookup(world.store, range(4), 4, 2, None) == decoded
+        task = Task(ids_T=prompt_T, max_new_tokens=NUM_NEW)
+        decoded.add(decode(world.decoder, LookupDrafting(4, 2), [task], EOS)[0].cycles)
+    found = Tally(num_drafts=4)
+    for index, plain in enumerate(world.answers):
+        (answer,) = replayed_lookup(world.store, index, 4, 2, None)
+        assert answer.tokens == plain.tokens
+        found.add(answer.cycles)
+    assert found == decoded
     assert decoded.num_kept > decoded.num_cycles
 
 

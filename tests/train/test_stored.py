@@ -22,7 +22,7 @@ from dflash_pipeline.store.access import Plain
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train import evaluate, setup
 from dflash_pipeline.train.clock import Clock
-from dflash_pipeline.train.decode import as_stored
+from dflash_pipeline.train.drafting import as_stored
 from dflash_pipeline.train.feed import Feed
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group

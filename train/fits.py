@@ -1,0 +1,66 @@
+"""Whether a drafter, a target and a store belong together; if not, an error with a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.store import Store
+from dflash_pipeline.train.export import Checkpoint
+from dflash_pipeline.train.shape import DrafterShape
+
+
+def check_layers(shape: DrafterShape, store: Store) -> None:
+    """Raise UsageError unless the store holds every layer that the drafter reads."""
+    if missing := sorted(set(shape.layer_ids) - set(store.spec.layer_ids)):
+        raise UsageError(
+            f"the drafter reads layers {missing}, store {store.path} holds {store.spec.layer_ids}"
+        )
+
+
+def check_fits(
+    checkpoint: Checkpoint,
+    num_target_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    reserved_ids: Set[int],
+) -> None:
+    """Raise UsageError unless the drafter was made for a target of these dimensions."""
+    shape = checkpoint.shape
+    pairs = [
+        ("hidden size", shape.hidden_size, hidden_size),
+        ("vocabulary", shape.vocab_size, vocab_size),
+    ]
+    # the speculators layout of others does not say how many layers its target has
+    if checkpoint.layout == "zlab":
+        pairs.append(("number of target layers", shape.num_target_layers, num_target_layers))
+    problems = [
+        f"{name} {mine}, the target's is {theirs}" for name, mine, theirs in pairs if mine != theirs
+    ]
+    if max(shape.layer_ids) > num_target_layers - 2:
+        problems.append(f"layers {shape.layer_ids}, the target has {num_target_layers}")
+    if shape.mask_token_id in reserved_ids:
+        problems.append(f"mask token {shape.mask_token_id}, an end or padding token of the target")
+    if problems:
+        listed = "; it has ".join(problems)
+        raise UsageError(f"drafter {checkpoint.path} does not fit the target: it has {listed}")
+
+
+def check_rendering(checkpoint: Checkpoint, found: Mapping[str, str], whose: str) -> None:
+    """Raise UsageError if prompts are made in another way than the store that was trained on.
+
+    A drafter knows what its target says under one template and one set of arguments; under others
+    (thinking on instead of off) tau is that of another task. whose: what `found` is of.
+    """
+    trained_on = checkpoint.trained_on
+    differing = [
+        f"{name} {trained_on[name]!r}, {whose} has {value!r}"
+        for name, value in found.items()
+        if name in trained_on and trained_on[name] != value
+    ]
+    if differing:
+        raise UsageError(
+            f"drafter {checkpoint.path} was trained on a store of {'; '.join(differing)}: its tau "
+            "would be that of another task. Set --thinking, --template-arg and --system-prompt, or "
+            "the target, to those of the store"
+        )
