@@ -23,7 +23,7 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.place import Place, dtype_name
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.store import open_store
+from dflash_pipeline.store import Store, open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.table import HELD_OUT
 from dflash_pipeline.train.decode import (
