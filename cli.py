@@ -219,6 +219,7 @@ def train(
         give(context, "train.out", f"runs/{paths[0].name}-{time.strftime('%Y%m%d-%H%M%S')}")
         run = resolve(context, config, sets)
     out = run.train.out
+    inputs.check_run_directory(out)
     if resume and not Path(out).is_dir():
         raise UsageError(f"--resume: there is no run directory {out}")
     is_run = (Path(out) / RUN_FILE).is_file()

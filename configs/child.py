@@ -36,7 +36,11 @@ def main() -> NoReturn:
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     code = call(job["entry"], from_dict(job["run"]), Place(**job["place"]), job["extra"])
     sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        sys.stderr.flush()
+    except OSError:
+        # a full disk takes no log; the interpreter would try again, and end with a code of its own
+        sys.stderr = None
     sys.exit(code)
 
 
@@ -58,10 +62,12 @@ def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
         _log("stopped")
         state, code = "stopped", 143
     except BaseException as caught:
-        traceback.print_exc()
         error = one_line(caught)
         code = 2 if isinstance(caught, UsageError) else 1
+        # first of all: a full disk takes no traceback
         _report(error)
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
     end_status(place.log_dir, place.stage, place.rank, state, error)
     return code
 
@@ -127,5 +133,6 @@ def _report(error: str) -> None:
 
 
 def _log(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        sys.stderr.flush()

@@ -93,6 +93,14 @@ def check_new_directory(out: str, flag: str) -> None:
     _check_writable(Path(out).absolute().parent, f"{flag} {out}")
 
 
+def check_run_directory(out: str) -> None:
+    """Refuse a path where no run can be written."""
+    path = Path(out)
+    if os.path.lexists(path) and not path.is_dir():
+        raise UsageError(f"--out {out} is not a directory: name another one")
+    _check_writable(path.absolute(), f"--out {out}")
+
+
 def _check_writable(folder: Path, what: str) -> None:
     """The folder, or the nearest one above it that exists, takes new entries."""
     while not os.path.lexists(folder):

@@ -383,6 +383,8 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash train --store x:1.5", "'x:1.5': a share must be in (0, 1]"),
         ("dflash train --store x --resume", "--resume: name the run directory with --out DIR"),
         ("dflash train --store x --out no --resume", "there is no run directory no"),
+        ("dflash train --store x --out b.jsonl", "--out b.jsonl is not a directory: name another"),
+        ("dflash train --store x --out b.jsonl/o", "b.jsonl is not a directory; choose another"),
         ("dflash train --store x --out full", "full is not empty: go on with it by --resume"),
         ("dflash train --store x --gpus 0,0", "names a GPU twice"),
         (

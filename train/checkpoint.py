@@ -168,7 +168,7 @@ def save(
     """Write OUT/step-..., whole or not at all, and let OUT/last point to it.
 
     `state`, in host memory: what `Optimizer.state` gave, and `rng`, torch's CPU generator.
-    trained_on: see `export.rendering`.
+    trained_on: see `export.trained_on`.
     """
     final = step_directory(out, progress.step)
     aside = out / f".{final.name}"
@@ -176,13 +176,18 @@ def save(
     shutil.rmtree(aside, ignore_errors=True)
     prefix = "master."
     masters = {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
-    write_zlab(aside, shape, masters, trained_on)
     folder = aside / _STATE
-    folder.mkdir()
-    write_tensors(folder / "state.safetensors", state, {})
-    _write_json(folder / "state.json", asdict(progress))
-    for path in (folder, aside):
-        durable.sync(path)
+    try:
+        write_zlab(aside, shape, masters, trained_on)
+        folder.mkdir()
+        write_tensors(folder / "state.safetensors", state, {})
+        _write_json(folder / "state.json", asdict(progress))
+        for path in (folder, aside):
+            durable.sync(path)
+    except BaseException:
+        # on a full disk it would keep the space that the log and the next start need
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     if final.exists():
         # the same step again, after a resume from an earlier one
         old = out / f".{final.name}.old"

@@ -37,7 +37,13 @@ from dflash_pipeline.train.decode import (
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.drafting import Drafting, LookupDrafting, ModelDrafting, as_stored
 from dflash_pipeline.train.export import Checkpoint, read_checkpoint, rendering
-from dflash_pipeline.train.fits import check_fits, check_layers, check_rendering
+from dflash_pipeline.train.fits import (
+    bf16_bits,
+    check_fits,
+    check_layers,
+    check_rendering,
+    say_if_foreign,
+)
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.plot import draw
 from dflash_pipeline.train.preflight import twin_shape
@@ -172,6 +178,7 @@ def by_decoding(
     trained, untrained = drafters(checkpoint, run.eval.seed, opened.device, opened.dtype)
     rehearse(run, shape, opened, rounding, log)
     loaded = opened.load()
+    say_if_foreign(checkpoint, bf16_bits(loaded.embed_VH), run.target.id, log)
     head = TargetHead(loaded.embed_VH, loaded.head_VH, shape)
     draftings: dict[str, Drafting] = {
         TRAINED: ModelDrafting(trained, head, rounding),
@@ -265,6 +272,7 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
     spec, names = store.spec, store.table.domains
     check_fits(checkpoint, spec.num_target_layers, spec.hidden_size, spec.vocab_size, frozenset())
     check_layers(shape, store)
+    say_if_foreign(checkpoint, store.embed(), f"store {store.path}", log)
     check_rendering(checkpoint, rendering(spec), f"store {store.path}")
     samples: dict[str, list[int]] = {}
     for index in held_out(store):

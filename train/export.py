@@ -6,7 +6,9 @@ shapes is asserted on both ways. Only safetensors is read.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shlex
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,7 @@ from safetensors.torch import load_file
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.store import durable, open_store
+from dflash_pipeline.store import Store, durable, open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.spec import StoreSpec
 from dflash_pipeline.train import layout
@@ -35,6 +37,7 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # the format's own limit; a longer header is a broken or hostile file
 _MAX_HEADER_BYTES = 100_000_000
+_HASHED_ROWS = 256
 _FLOATS = {"BF16", "F16", "F32"}
 
 
@@ -50,7 +53,7 @@ class Checkpoint:
     tensors: dict[str, torch.Tensor]
     """Under `Drafter`'s names, in the dtype of the file (bf16 when written here)."""
     trained_on: Mapping[str, str]
-    """`rendering` of the store it was trained on; empty where nobody wrote it down."""
+    """`trained_on` of the store it was trained on; empty where nobody wrote it down."""
 
 
 def rendering(spec: StoreSpec) -> dict[str, str]:
@@ -60,6 +63,19 @@ def rendering(spec: StoreSpec) -> dict[str, str]:
         "template_hash": spec.template_hash,
         "template_args": spec.template_args,
     }
+
+
+def trained_on(store: Store) -> dict[str, str]:
+    """What a drafter remembers of its store: `rendering`, and which target's states it holds."""
+    named = {"target_id": store.spec.target_id, "embedding_hash": embedding_hash(store.embed())}
+    return rendering(store.spec) | named
+
+
+def embedding_hash(bits_VH: npt.NDArray[np.uint16]) -> str:
+    """sha256 of rows from all over an embedding, bits of bf16: tells targets apart in whatever
+    files they came, and costs nothing."""
+    rows = bits_VH[:: max(1, len(bits_VH) // _HASHED_ROWS)]
+    return hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()
 
 
 def write_zlab(
@@ -151,14 +167,15 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def serving_commands(shape: DrafterShape, path: Path, target_id: str) -> list[str]:
-    """The lines that serve `target_id` with the drafter at `path`."""
+    """The lines that serve `target_id` with the drafter at `path`, as a shell reads them."""
     speculative = json.dumps(
         {"method": "dflash", "model": str(path), "num_speculative_tokens": shape.block_size - 1}
     )
+    target, drafter = shlex.quote(target_id), shlex.quote(str(path))
     return [
-        f"vllm serve {target_id} --speculative-config '{speculative}'",
-        f"python -m sglang.launch_server --model-path {target_id} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {path} "
+        f"vllm serve {target} --speculative-config {shlex.quote(speculative)}",
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {drafter} "
         f"--speculative-num-draft-tokens {shape.block_size}",
     ]
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.store import Store
-from dflash_pipeline.train.export import Checkpoint
+from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.train.export import Checkpoint, embedding_hash
 from dflash_pipeline.train.shape import DrafterShape
 
 
@@ -64,3 +70,21 @@ def check_rendering(checkpoint: Checkpoint, found: Mapping[str, str], whose: str
             "would be that of another task. Set --thinking, --template-arg and --system-prompt, or "
             "the target, to those of the store"
         )
+
+
+def say_if_foreign(
+    checkpoint: Checkpoint, embed_bits_VH: npt.NDArray[np.uint16], whose: str, log: RunLog
+) -> None:
+    """Say that a drafter was made for another target; measuring how it fares there is no fault."""
+    expected = checkpoint.trained_on.get("embedding_hash")
+    if expected is not None and expected != embedding_hash(embed_bits_VH):
+        log.say(
+            f"the drafter was trained for target {checkpoint.trained_on.get('target_id')}, {whose} "
+            "has another embedding: tau is that of a drafter for another model"
+        )
+
+
+def bf16_bits(matrix_VH: Tensor) -> npt.NDArray[np.uint16]:
+    """The bits of a matrix as a store holds them, on the CPU."""
+    bits: npt.NDArray[np.int16] = matrix_VH.bfloat16().cpu().view(torch.int16).numpy()
+    return bits.view(np.uint16)

@@ -21,7 +21,7 @@ from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import read_checkpoint, rendering
+from dflash_pipeline.train.export import read_checkpoint, trained_on
 from dflash_pipeline.train.forward import Forward, forward_of
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
@@ -172,8 +172,7 @@ def build(
     saver = None
     if group.rank == 0:
         # of several stores all are of one identity
-        trained_on = rendering(stores[0].spec)
-        saver = Saver(out, shape, run.train.keep, optimizer.state(), trained_on)
+        saver = Saver(out, shape, run.train.keep, optimizer.state(), trained_on(stores[0]))
     progress = Progress(
         step=0,
         position=Position(0, 0, 0),

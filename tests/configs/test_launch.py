@@ -18,7 +18,7 @@ from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.configs.status import find_statuses, process_start
+from dflash_pipeline.configs.status import find_statuses, log_path, process_start
 
 TWO = Devices("cpu", (0, 1))
 
@@ -91,6 +91,18 @@ def test_a_full_disk_says_what_to_do(
     one = Devices("cpu", (0,))
     assert launch(f"{stages}:disk_full", Run(), one, "capture", str(tmp_path), {}) == 1
     assert "No space left on device: free some space where" in capfd.readouterr().err
+
+
+def test_an_error_is_told_though_the_log_takes_nothing(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The disk that is full is the one that the log stands on."""
+    log_path(str(tmp_path), "capture", 0).symlink_to("/dev/full")
+    one = Devices("cpu", (0,))
+    assert launch(f"{stages}:disk_full", Run(), one, "capture", str(tmp_path), {}) == 1
+    assert "No space left on device: free some space where" in capfd.readouterr().err
+    (status,) = find_statuses(tmp_path)
+    assert status.state == "failed"
 
 
 def test_an_entry_that_does_not_exist_fails_in_one_line(

@@ -23,7 +23,7 @@ from dflash_pipeline.store.rows import encode
 from dflash_pipeline.store.table import HELD_OUT, TRAIN
 from dflash_pipeline.train import evaluate
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import read_checkpoint, write_zlab
+from dflash_pipeline.train.export import embedding_hash, read_checkpoint, write_zlab
 from dflash_pipeline.train.fits import check_fits
 from dflash_pipeline.train.shape import DrafterShape
 
@@ -385,6 +385,29 @@ def test_prompts_made_in_another_way_than_the_store_s_are_refused(
     run = dataclasses.replace(settings(checkpoint, prompts=()), store=StoreConfig(path="s"))
     with pytest.raises(UsageError, match=words):
         evaluate.main(run, place, {}, lambda *_: None)
+
+
+def test_another_target_of_the_same_dimensions_is_named(
+    checkpoint: Path,
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Everything fits, and tau would be taken for the drafter's own."""
+    store = FakeStore()
+    run = dataclasses.replace(settings(checkpoint, prompts=()), store=StoreConfig(path="s"))
+    monkeypatch.setattr(evaluate, "open_store", lambda _path: store)
+    embed_bits_VH = opened().load().embed_VH.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    for bits_VH, is_decoded_foreign in ((embed_bits_VH, False), (store.embed(), True)):
+        told = RENDERING | {"target_id": "theirs", "embedding_hash": embedding_hash(bits_VH)}
+        (checkpoint / "trained_on.json").write_text(json.dumps(told))
+        for started, is_foreign in (
+            (settings(checkpoint), is_decoded_foreign),
+            (run, not is_decoded_foreign),
+        ):
+            evaluate.main(started, place, {}, lambda *_: opened())
+            said = "was trained for target theirs" in capsys.readouterr().out
+            assert said is is_foreign
 
 
 def test_a_drafter_of_nobody_knows_what_store_is_measured(checkpoint: Path, place: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -368,6 +369,15 @@ def test_serving_commands_count_drafts_as_each_server_does() -> None:
     vllm, sglang = serving_commands(shape(), Path("out"), "org/target")
     assert '"num_speculative_tokens": 3' in vllm
     assert sglang.endswith("--speculative-num-draft-tokens 4")
+
+
+def test_serving_commands_can_be_typed_whatever_the_names_hold() -> None:
+    target, path = "odd name's", Path('a dir/it\'s "$HOME"')
+    vllm, sglang = (shlex.split(line) for line in serving_commands(shape(), path, target))
+    assert vllm[:3] == ["vllm", "serve", target]
+    assert json.loads(vllm[-1])["model"] == str(path)
+    assert sglang[sglang.index("--model-path") + 1] == target
+    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == str(path)
 
 
 def test_the_command_turns_one_layout_into_the_other(
