@@ -17,14 +17,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 
 from dflash_pipeline.capture import sources
-from dflash_pipeline.configs import child, counts, fleet, gpus, inputs, status, torchrun
+from dflash_pipeline.configs import (
+    child,
+    counts,
+    fleet,
+    gpus,
+    inputs,
+    measuring,
+    prediction,
+    status,
+    torchrun,
+)
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.gpus import Devices, listed
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import RUN_FILE, to_toml
 from dflash_pipeline.configs.mounts import root_of, split
@@ -41,7 +51,9 @@ from dflash_pipeline.configs.options import (
     resolve,
 )
 from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.prediction import Predictor
 from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.configs.screen import duration, progress_line
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.configs.sweep import Variant, read_variants
@@ -174,6 +186,112 @@ def capture(
     whole = ",".join((store, *further))
     following = line(context, train, {"train.stores": (whole,)}, config, sets)
     return _end(code, _training_on(whole, following), _this_line())
+
+
+@dflash.command()
+@options(("--target", "target.id"), *DATA, ("--store", "store.path"))
+@options(("--hidden-mode", "store.hidden_mode"), ("--last-mode", "store.last_mode"))
+@options(("--epochs", "train.epochs"), ("--max-steps", "train.max_steps"))
+@option("--price", "capture.price")
+@options(*TEMPLATE)
+@click.option("--capture-gpus", default="", metavar="0-4", help="Side by side: those that capture.")
+@click.option("--train-gpus", default="", metavar="5-7", help="Side by side: those that train.")
+@click.option(
+    "--measurement",
+    default="",
+    metavar="FILE",
+    help="Keep what was measured here; a file that is there is used instead of measuring.",
+)
+@placed
+@click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
+@configured
+@click.pass_context
+def plan(
+    context: click.Context,
+    capture_gpus: str,
+    train_gpus: str,
+    measurement: str,
+    gpus: str,
+    share_gpu: bool,
+    as_json: bool,
+    config: str,
+    sets: tuple[str, ...],
+) -> int:
+    """Measure for up to a minute on one device, and predict bytes, hours and cost of each stage.
+
+    For capture and training side by side on a split of the devices, and one after the other on
+    all of them.
+    """
+    run = resolve(context, config, sets)
+    _need(run.target.id, "--target MODEL", "target.id")
+    _need(run.data.files, "--data FILE", "data.files")
+    store, *_ = split(_need(run.store.path, "--store DIR", "store.path"))
+    inputs.check_target(run.target.id)
+    sources.check(run.data.files)
+    inputs.check_store_place(store)
+    devices, sides = _planned_devices(gpus, capture_gpus, train_gpus)
+    out = sys.stderr if as_json else sys.stdout
+    try:
+        found = _measured(run, devices, Path(store), measurement, share_gpu, out)
+    except measuring.MeasuringFailed as failed:
+        return _end(failed.code, "", _this_line())
+    price = run.capture.price
+    ways = [found.one_after_the_other(devices.ids, price)]
+    if len(devices.ids) > 1:
+        side = found.side_by_side(*sides, price) if sides else found.best_split(devices.ids, price)
+        ways.append(side)
+    told = found.predicted(ways)
+    best = told.ways[0]
+    stores: dict[str, object] = {"train.stores": (run.store.path,)}
+    lines = [
+        f"{line(context, command, stores, config, sets)} --gpus {listed(devices, ids)}"
+        for command, ids in ((capture, best.capture_ids), (train, best.train_ids))
+    ]
+    if as_json:
+        click.echo(json.dumps({**asdict(told), "commands": lines}, indent=1))
+        return 0
+    for text in prediction.lines(told, run.train.epochs, price):
+        click.echo(text)
+    how = "in two terminals" if best.name == "side by side" else "the second after the first"
+    click.echo(f"the better way is {best.name}; its commands, {how}:")
+    click.echo(f"  {lines[0]}\n  {lines[1]}")
+    return _end(0, lines[0], _this_line())
+
+
+def _measured(
+    run: Run, devices: Devices, store: Path, measurement: str, share: bool, lines: TextIO
+) -> Predictor:
+    """Measure on the first of the devices, beside the store, where its disk is."""
+    first = Devices(devices.kind, devices.ids[:1])
+    gpus.check(first, share)
+    parent = next(folder for folder in store.absolute().parents if folder.is_dir())
+    with (
+        _scratch_logs("plan") as logs,
+        scratch("plan", parent) as folder,
+        gpus.reserved(first, "plan", share),
+    ):
+        return measuring.predictor(run, first, folder, logs, measurement, lines)
+
+
+def _planned_devices(
+    text: str, capture_text: str, train_text: str
+) -> tuple[Devices, tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """All devices of a plan, and their split where the line names one."""
+    if not capture_text and not train_text:
+        return gpus.parse(text), None
+    if text or not (capture_text and train_text):
+        raise UsageError("--capture-gpus and --train-gpus go together, and without --gpus")
+    first, second = gpus.parse(capture_text), gpus.parse(train_text)
+    if first.kind == "cpu" == second.kind and not gpus.gpus_are_cpu():
+        # CPU workers have no numbers of their own
+        later = tuple(len(first.ids) + number for number in second.ids)
+        second = Devices("cpu", later)
+    if first.kind != second.kind or set(first.ids) & set(second.ids):
+        raise UsageError(
+            f"--capture-gpus {capture_text} and --train-gpus {train_text}: name different GPUs"
+        )
+    everything = Devices(first.kind, tuple(sorted((*first.ids, *second.ids))))
+    return everything, (first.ids, second.ids)
 
 
 @dflash.command()

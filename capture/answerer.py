@@ -50,12 +50,14 @@ class Answerer:
         config: GenerateConfig,
         data: DataConfig,
         place: Place,
+        loaded: Target | None = None,
     ) -> None:
-        """data: how long a conversation may be, and what becomes of a longer one."""
+        """data: how long a conversation may be, and what becomes of a longer one; loaded: the
+        target, where it is there already."""
         self._target, self._config = target, config
         self._tokenizer = files.tokenizer()
         dtype = compute_dtype(target.dtype, place.kind)
-        self._model = Target.load(files, (), place.device, dtype).model
+        self._model = (loaded or Target.load(files, (), place.device, dtype)).model
         self._ends = end_ids(files, target)
         self._device = place.device
         self._num_positions = num_positions(files)

@@ -78,6 +78,19 @@ def parse(text: str) -> Devices:
     return Devices("cpu" if gpus_are_cpu() else "cuda", tuple(ids))
 
 
+def listed(devices: Devices, ids: Sequence[int]) -> str:
+    """What `--gpus` must say for some of the devices: `0-4,6`, `cpu` or `cpu:4`."""
+    if devices.kind == "cpu" and not gpus_are_cpu():
+        return "cpu" if len(ids) == 1 else f"cpu:{len(ids)}"
+    parts: list[list[int]] = []
+    for number in sorted(ids):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
 def visible_gpus() -> list[Gpu]:
     """The GPUs that a number may name, in that order; empty without a driver."""
     listed = [

@@ -16,12 +16,15 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def scratch(name: str) -> Iterator[Path]:
-    """A new directory `dflash-<name>-...` below the system's temporary one, removed at the end."""
-    prefix = f"dflash-{name}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+def scratch(name: str, parent: Path | None = None) -> Iterator[Path]:
+    """A new directory `dflash-<name>-...` below `parent`, removed at the end.
+
+    parent: None: the system's temporary directory.
+    """
+    prefix, parent = f"dflash-{name}-", parent or Path(tempfile.gettempdir())
+    for left in parent.glob(f"{prefix}*"):
         _remove_unheld(left)
-    path, lock = _made(prefix)
+    path, lock = _made(prefix, parent)
     try:
         yield path
     finally:
@@ -29,9 +32,9 @@ def scratch(name: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def _made(prefix: str) -> tuple[Path, int]:
+def _made(prefix: str, parent: Path) -> tuple[Path, int]:
     while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix))
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_RDONLY)
             # waits out a sweep that came in between and took the directory for one left behind

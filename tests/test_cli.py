@@ -46,8 +46,8 @@ def stage(name):
     return note
 
 STAGES = {
-    "capture": ("planning", "worker", "generate", "demo", "decoder", "recheck"),
-    "train": ("worker", "evaluate", "export"),
+    "capture": ("planning", "worker", "generate", "demo", "decoder", "recheck", "measure"),
+    "train": ("worker", "evaluate", "export", "measure"),
     "store": ("describe", "check", "merge", "repair", "watch", "drop"),
 }
 
@@ -622,3 +622,35 @@ def test_a_configuration_that_lacks_something_says_what(type_line: Callable[...,
     assert ended.err.splitlines()[-1] == (
         "next: set data.files, store.path in dflash.toml, then: dflash capture --plan"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--gpus 0-3 --capture-gpus 0-1 --train-gpus 2-3", "without --gpus"),
+        ("--capture-gpus 0-1", "go together"),
+        ("--capture-gpus 0-2 --train-gpus 2-3", "name different GPUs"),
+        ("--measurement a.jsonl", "is no measurement of dflash plan"),
+        ("--price -1", "capture.price must be at least 0"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused_before_anything_is_measured(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, options: str, reason: str
+) -> None:
+    monkeypatch.setenv("DFLASH_GPUS_AS_CPU", "1")
+    _ready_file()
+    ended = type_line(f"dflash plan --store new {options}")
+    assert ended.code == 2
+    assert reason in ended.err
+    assert ended.calls == []
+
+
+def test_a_measurement_that_fails_ends_the_plan_with_its_reason(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS", "capture.measure")
+    _ready_file()
+    ended = type_line("dflash plan --store new --gpus cpu")
+    assert ended.code == 1
+    assert "it did not work" in ended.err
+    assert not list(Path().glob("dflash-plan-*"))

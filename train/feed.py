@@ -28,7 +28,7 @@ from dflash_pipeline.store.choice import open_access
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Blocks, Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.clock import Clock
-from dflash_pipeline.train.follow import Draw, Order
+from dflash_pipeline.train.follow import Draw, Draws
 from dflash_pipeline.train.forward import is_compiled
 from dflash_pipeline.train.loss import Teacher
 from dflash_pipeline.train.order import Catalog
@@ -114,7 +114,7 @@ class Feed:
         self,
         stores: Sequence[Store],
         samples: Catalog,
-        order: Order,
+        order: Draws,
         run: Run,
         shape: DrafterShape,
         device: torch.device,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,16 @@ class Draw:
     """Places in the catalog, one array a batch; fewer than train.accumulate at an epoch's end."""
     after: Position
     """Where the run is once this step is done."""
+
+
+class Draws(Protocol):
+    """What a feed reads ahead from."""
+
+    is_finished: bool
+    """No further step will come."""
+
+    def draw(self, wants_stop: bool) -> Draw | None:
+        """The next step; None: finished, or not known yet. Never waits."""
 
 
 class Order:

@@ -1,0 +1,109 @@
+"""The processes of `dflash plan`: one for each stage, since neither may know the other.
+
+They meet in a folder beside the store: the capture's process leaves a small store there, the
+training's trains on it; each leaves what it counted and measured as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.launch import launch
+from dflash_pipeline.configs.load import differences, from_dict, to_dict
+from dflash_pipeline.configs.prediction import (
+    CaptureCosts,
+    CaptureWork,
+    Predictor,
+    TrainCosts,
+    TrainWork,
+)
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.screen import Lines
+
+# what a measurement holds for; how much data there are, and where, is counted anew
+_SECTIONS = ("target", "drafter", "loss", "optim", "feed")
+_FIELDS = {
+    "store": ("hidden_mode", "last_mode", "last_rows"),
+    "capture": ("token_budget", "pad_multiple", "num_buckets"),
+    "train": ("anchors_per_sample", "batch_anchors", "batch_tokens", "dtype", "compile"),
+    "generate": ("batch_size", "endpoints"),
+}
+
+
+class MeasuringFailed(Exception):
+    """A process ended with this exit code; it has said why."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+def predictor(
+    run: Run, device: Devices, folder: Path, logs: str, measurement: str, lines: Lines
+) -> Predictor:
+    """Count the data of `run` and, unless the file `measurement` is there, measure; it is written.
+
+    folder: a scratch folder beside the store; device: the one that measures. UsageError for a
+    measurement of other settings, MeasuringFailed.
+    """
+    known = _read_measurement(measurement, run)
+    extra = {"folder": str(folder), "is_measured": known is not None}
+    # counting alone needs no GPU, but its kind of number
+    for stage in ("capture", "train"):
+        entry = f"dflash_pipeline.{stage}.measure:main"
+        code = launch(entry, run, device, "plan", logs, extra, lines)
+        if code:
+            raise MeasuringFailed(code)
+    if known is None:
+        known = {
+            "run": to_dict(run),
+            "capture": _json(folder / "costs.json"),
+            "train": _json(folder / "train_costs.json"),
+        }
+        if measurement:
+            Path(measurement).write_text(json.dumps(known, indent=1) + "\n")
+    return Predictor(
+        run,
+        CaptureWork(**_json(folder / "work.json")),
+        CaptureCosts(**known["capture"]),
+        TrainWork(**_json(folder / "train_work.json")),
+        TrainCosts(**known["train"]),
+    )
+
+
+def _read_measurement(path: str, run: Run) -> dict[str, Any] | None:
+    """An earlier measurement of the same settings; None: there is no such file."""
+    if not path or not Path(path).exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(Path(path).read_text())
+        before = from_dict(found["run"])
+        CaptureCosts(**found["capture"])
+        TrainCosts(**found["train"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"--measurement {path} is no measurement of dflash plan ({error}): name another file"
+        ) from error
+    different = differences(before, run, _SECTIONS)
+    different += [
+        f"{section}.{name}"
+        for section, names in _FIELDS.items()
+        for name in names
+        if asdict(before)[section][name] != asdict(run)[section][name]
+    ]
+    if different:
+        raise UsageError(
+            f"--measurement {path} was made with other settings: {'; '.join(different)}. Name a "
+            "file that is not there, and it is measured anew"
+        )
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
