@@ -77,9 +77,12 @@ def _check_apart(one: Store, two: Store) -> None:
     places = np.flatnonzero(np.isin(two.table.sample_id, shared[:_NAMED_SAMPLES]))
     names = ", ".join(repr(two.table.key(int(i))) for i in places)
     more = ", ..." * (len(shared) > _NAMED_SAMPLES)
+    hint = "capture the new data without them"
+    if not np.isin(two.table.token_hash, one.table.token_hash).any():
+        # other text under the same keys: each sample counts once then
+        hint += f", or train on both with --store {one.path} --store {two.path}"
     raise UsageError(
-        f"{len(shared)} samples stand in both {one.path} and {two.path} ({names}{more}): capture "
-        f"the new data without them, or train on both with --store {one.path} --store {two.path}"
+        f"{len(shared)} samples stand in both {one.path} and {two.path} ({names}{more}): {hint}"
     )
 
 

@@ -38,6 +38,8 @@ Shard = tuple[int, int]
 """Store and shard number."""
 Shards = tuple[Shard, ...]
 
+ORDER_FILE = "order"
+"""In a run directory: the shards of each segment that was drawn."""
 _LOOK_EVERY_S = 1.0
 # without a new shard for so long, a rolling store is taken to be full
 _STALLED_S = 30.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import read_checkpoint, write_zlab
 from dflash_pipeline.train.feed import Batch
+from dflash_pipeline.train.follow import ORDER_FILE
 from dflash_pipeline.train.forward import EagerForward
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
@@ -82,7 +84,9 @@ def _differences(first: Store, other: Store) -> list[str]:
 
 def _check_rolling(run: Run, store: Store, is_resumed: bool) -> None:
     """UsageError where shards are gone, or will be before the run needs them again."""
-    if store.num_released and not is_resumed:
+    # a run that had drawn nothing yet is a new one to a store that has sent its rows away since
+    has_drawn = is_resumed and (Path(run.train.out) / ORDER_FILE).exists()
+    if store.num_released and not has_drawn:
         raise UsageError(
             f"{store.num_released} of {len(store.layout.shard_ids())} shards of {store.path} were "
             "released: the runs that followed its capture have used them, and a new run would "

@@ -55,6 +55,20 @@ def dropped_lines(
     return lines
 
 
+def doubled_lines(paths: Sequence[str], tables: Sequence[SampleTable]) -> list[str]:
+    """A line for each two stores that hold the same token sequences: an epoch draws those twice."""
+    lines = []
+    for number, table in enumerate(tables):
+        for before in range(number):
+            num_shared = int(np.isin(table.token_hash, tables[before].token_hash).sum())
+            if num_shared:
+                lines.append(
+                    f"{num_shared} of {len(table)} samples of {paths[number]} stand in "
+                    f"{paths[before]} as well: an epoch draws them from both"
+                )
+    return lines
+
+
 def _check_known(
     what: str, name: str, found: Sequence[int | None], names: Callable[[], list[str]]
 ) -> None:

@@ -33,7 +33,7 @@ from dflash_pipeline.train.order import Catalog, Position, catalog, planned_step
 from dflash_pipeline.train.profile import Profiler
 from dflash_pipeline.train.rope import inverse_frequencies
 from dflash_pipeline.train.saver import Saver
-from dflash_pipeline.train.selection import dropped_lines, kept_samples
+from dflash_pipeline.train.selection import doubled_lines, dropped_lines, kept_samples
 from dflash_pipeline.train.shape import DrafterShape, drafter_shape
 from dflash_pipeline.train.stop import StopWish
 
@@ -120,7 +120,8 @@ def open_stores(
     samples = catalog(tables, shares, run.train)
     if place.rank == 0:
         names = [share.path for share in shares]
-        for line in dropped_lines(names, tables, kept_samples(tables, run.train)):
+        dropped = dropped_lines(names, tables, kept_samples(tables, run.train))
+        for line in (*dropped, *doubled_lines(names, tables)):
             log.say(line)
     preflight.rehearse(run, shape, place)
     return stores, samples, shape

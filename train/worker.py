@@ -19,7 +19,7 @@ from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import checkpoint
 from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.feed import Feed, feed_access
-from dflash_pipeline.train.follow import Order
+from dflash_pipeline.train.follow import ORDER_FILE, Order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.optim import learning_rate
 from dflash_pipeline.train.setup import Training, build, compute_on, open_stores
@@ -52,7 +52,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
                 checkpoint.withdraw(out)
             raise
         position = training.progress.position
-        order = Order(samples, stores, run.train, group, out / "order", position, log.say)
+        order = Order(samples, stores, run.train, group, out / ORDER_FILE, position, log.say)
         if order.is_following:
             log.say("the store is still being captured: following it")
         training.consumption = Consumption(stores, order, out, position, group.rank)

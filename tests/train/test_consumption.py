@@ -255,6 +255,11 @@ def test_a_store_under_a_quota_is_trained_on_once_by_runs_that_were_there_in_tim
     Releases(store).run()
     with pytest.raises(UsageError, match=r"1 of \d+ shards of .* were released.*--resume"):
         worker.main(train_run(epochs=1), place, NEW)
+    # one that was dropped before it had drawn anything is no better off
+    tiny.capture(train_plan, store, most=sum(store.layout.num_shards) - 2)
+    store.seal()
+    with pytest.raises(UsageError, match=r"1 of \d+ shards of .* were released"):
+        worker.main(train_run(epochs=1), place, AGAIN)
 
 
 def test_the_line_that_comes_next_is_none_that_a_rolling_store_refuses(

@@ -20,7 +20,7 @@ from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train import worker
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.order import catalog
-from dflash_pipeline.train.selection import dropped_lines, kept_samples
+from dflash_pipeline.train.selection import doubled_lines, dropped_lines, kept_samples
 
 
 @pytest.fixture
@@ -108,3 +108,13 @@ def test_a_run_trains_on_what_is_left_and_says_so(
         worker.main(train_run(epochs=1), place, {"resume": True})
     with pytest.raises(UsageError, match="no training sample that is not dropped"):
         worker.main(train_run(drop_domains=("code", "chat")), place, {"resume": False})
+
+
+def test_samples_that_two_stores_share_are_counted(tiny: ModuleType, train_plan: Any) -> None:
+    """By their tokens: keys may be the same by chance."""
+    apart = tiny.make_plan(12, offset=100).table
+    assert doubled_lines(["a", "b"], [train_plan.table, apart]) == []
+    twice = [train_plan.table, apart, train_plan.table]
+    assert doubled_lines(["a", "b", "c"], twice) == [
+        "24 of 24 samples of c stand in a as well: an epoch draws them from both"
+    ]
