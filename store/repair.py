@@ -19,6 +19,7 @@ from dflash_pipeline.store.build import plan_lock
 from dflash_pipeline.store.check import Report, fail, verify
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.metadata import read_root
+from dflash_pipeline.store.stripes import missing_mounts
 
 _LOCK_WAIT_S = 1.0
 # nobody is taken over here: a shard that another process holds is left alone
@@ -28,7 +29,7 @@ _HEARTBEAT_S, _HUNG_S = 10.0, 600.0
 def repair(path: str | Path, report: Report) -> list[str]:
     """Uncommit what `report`, of this store, found damaged; a line for each thing done.
 
-    UsageError for a merged store, which no capture can redo.
+    UsageError for a merged store, which no capture can redo, and while a mount is not there.
     """
     root = root_of(path)
     if not (report.damaged_shards or report.is_seal_damaged):
@@ -39,6 +40,9 @@ def repair(path: str | Path, report: Report) -> list[str]:
             f"{path} was made by dflash merge, no capture can redo its shards: remove it and merge "
             "the stores again"
         )
+    if missing := missing_mounts(root, layout):
+        # what stands there may be whole: uncommitted, it would all be captured again
+        raise UsageError(f"{'; '.join(missing)}. Nothing was uncommitted")
     done = []
     with (
         plan_lock(root, wait_s=_LOCK_WAIT_S),

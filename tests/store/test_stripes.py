@@ -105,6 +105,24 @@ def test_a_missing_mount_is_named(striped: Store, text: str, tmp_path: Path) -> 
     assert verify(text, deep=True).problems == []
 
 
+@pytest.mark.parametrize("leaves_its_directory", [False, True])
+def test_what_stands_on_a_missing_mount_is_not_taken_for_damaged(
+    leaves_its_directory: bool, striped: Store, text: str, tmp_path: Path, tiny: ModuleType
+) -> None:
+    """A repair while a disk is unplugged would throw away all that is on it."""
+    whole = tiny.digest(striped.path)
+    shutil.move(tmp_path / "m2", tmp_path / "unplugged")
+    if leaves_its_directory:
+        (tmp_path / "m2").mkdir()
+    with pytest.raises(UsageError, match=r"m2/hs, which is not there.*Nothing was uncommitted"):
+        repair(text, verify(text, deep=False))
+    if leaves_its_directory:
+        (tmp_path / "m2").rmdir()
+    shutil.move(tmp_path / "unplugged", tmp_path / "m2")
+    assert tiny.digest(striped.path) == whole
+    assert open_store(text).is_sealed
+
+
 def test_other_mounts_than_the_stores_are_refused(striped: Store, text: str) -> None:
     root, one, two = split(text)
     for wrong in (f"{root},{one}", f"{root},{two},{one}"):
