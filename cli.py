@@ -35,7 +35,7 @@ from dflash_pipeline.configs import (
 )
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices, listed
-from dflash_pipeline.configs.launch import launch
+from dflash_pipeline.configs.launch import grouped, launch
 from dflash_pipeline.configs.load import RUN_FILE, to_toml
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.options import (
@@ -98,6 +98,7 @@ def dflash(context: click.Context) -> None:
 @options(("--samples", "generate.samples"), ("--temperature", "generate.temperature"))
 @options(("--max-new-tokens", "generate.max_new_tokens"), ("--endpoint", "generate.endpoints"))
 @options(*TEMPLATE)
+@option("--gpus-per-target", "target.num_gpus")
 @placed
 @configured
 @click.pass_context
@@ -116,7 +117,8 @@ def generate(
     # where servers answer, one process asks and no GPU is needed
     devices = ONE_CPU if run.generate.endpoints else _devices(gpus, share_gpu)
     entry = "dflash_pipeline.capture.generate:main"
-    code = _stage(entry, run, devices, "generate", f"{out}.logs", {}, share_gpu)
+    per_target = 1 if run.generate.endpoints else run.target.num_gpus
+    code = _stage(entry, run, devices, "generate", f"{out}.logs", {}, share_gpu, per_target)
     if code == 0 and Path(out).is_file() and Path(out).stat().st_size == 0:
         raise ValueError(
             f"no prompt of {', '.join(run.data.files)} was answered, {out} is empty: the lines "
@@ -138,6 +140,7 @@ def generate(
 @option("--force", "capture.force", turns=True)
 @option("--price", "capture.price")
 @options(*TEMPLATE)
+@option("--gpus-per-target", "target.num_gpus")
 @click.option("--plan", is_flag=True, help="Count samples, tokens and bytes, and stop.")
 @placed
 @configured
@@ -163,14 +166,16 @@ def capture(
     if run.capture.calibration_from:
         _check_store(run.capture.calibration_from)
     devices = _devices(gpus, share_gpu or plan)
-    extra = {"kind": devices.kind, "num_workers": len(devices.ids), "only_count": plan}
+    per_target = run.target.num_gpus
+    num_workers = len(grouped(devices, per_target))
+    extra = {"kind": devices.kind, "num_workers": num_workers, "only_count": plan}
     entry = "dflash_pipeline.capture.planning:main"
     if plan:
         # counting leaves nothing behind
         with _scratch_logs("plan") as logs:
             code = _stage(entry, run, ONE_CPU, "plan", logs, extra, True)
         return _end(code, shlex.join(one for one in _words() if one != "--plan"), _this_line())
-    logs, is_alone = f"{store}.logs", len(devices.ids) == 1
+    logs, is_alone = f"{store}.logs", num_workers == 1
     if is_alone:
         # the one process plans as well: how an earlier plan ended says nothing any longer
         status.forget_ended(logs, "plan")
@@ -179,7 +184,7 @@ def capture(
         click.echo(f"capture: {store} on {devices}")
         module, function = ("planning", "plan_and_capture") if is_alone else ("worker", "main")
         entry = f"dflash_pipeline.capture.{module}:{function}"
-        code = _stage(entry, run, devices, "capture", logs, extra, share_gpu)
+        code = _stage(entry, run, devices, "capture", logs, extra, share_gpu, per_target)
         workers = [one for one in status.find_statuses(Path(store)) if one.stage == "capture"]
         for text in counts.closing_lines(workers, run.capture.price) if code == 0 else []:
             click.echo(text)
@@ -194,6 +199,7 @@ def capture(
 @options(("--epochs", "train.epochs"), ("--max-steps", "train.max_steps"))
 @option("--price", "capture.price")
 @options(*TEMPLATE)
+@option("--gpus-per-target", "target.num_gpus")
 @click.option("--capture-gpus", default="", metavar="0-4", help="Side by side: those that capture.")
 @click.option("--train-gpus", default="", metavar="5-7", help="Side by side: those that train.")
 @click.option(
@@ -239,7 +245,7 @@ def plan(
     ways = [found.one_after_the_other(devices.ids, price)]
     if len(devices.ids) > 1:
         side = found.side_by_side(*sides, price) if sides else found.best_split(devices.ids, price)
-        ways.append(side)
+        ways += [side] if side else []
     told = found.predicted(ways)
     best = told.ways[0]
     stores: dict[str, object] = {"train.stores": (run.store.path,)}
@@ -262,7 +268,7 @@ def _measured(
     run: Run, devices: Devices, store: Path, measurement: str, share: bool, lines: TextIO
 ) -> Predictor:
     """Measure on the first of the devices, beside the store, where its disk is."""
-    first = Devices(devices.kind, devices.ids[:1])
+    first = Devices(devices.kind, devices.ids[: run.target.num_gpus])
     gpus.check(first, share)
     parent = next(folder for folder in store.absolute().parents if folder.is_dir())
     with (
@@ -719,11 +725,12 @@ def _stage(
     logs: str,
     extra: Mapping[str, object],
     share: bool,
+    per_process: int = 1,
 ) -> int:
     if devices is ONE_CPU:
         return launch(entry, run, devices, stage, logs, extra)
     with gpus.reserved(devices, stage, share):
-        return launch(entry, run, devices, stage, logs, extra)
+        return launch(entry, run, devices, stage, logs, extra, per_process=per_process)
 
 
 def _look(

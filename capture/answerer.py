@@ -57,7 +57,7 @@ class Answerer:
         self._target, self._config = target, config
         self._tokenizer = files.tokenizer()
         dtype = compute_dtype(target.dtype, place.kind)
-        self._model = (loaded or Target.load(files, (), place.device, dtype)).model
+        self._model = (loaded or Target.load(files, (), place.device, dtype, target.num_gpus)).model
         self._ends = end_ids(files, target)
         self._device = place.device
         self._num_positions = num_positions(files)

@@ -18,7 +18,7 @@ from dflash_pipeline.configs.memory import report, usage
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.table import teacher_positions
 
-MORE_GPUS = "use GPUs with more memory"
+MORE_GPUS = "spread each target over several GPUs with --gpus-per-target"
 LESS_MEMORY = f"lower capture.token_budget in another --store (the plan fixes it), or {MORE_GPUS}"
 
 

@@ -295,9 +295,9 @@ class Gate:
                 f"{len(target.layers)} layers, {len(raw)} final norms"
             )
         # HF's last one is after the norm; the raw output of the last layer is what the norm got
-        return _Truth(
-            [*(state[0] for state in states[:-1]), raw[0][0]], states[-1][0], output.logits[0]
-        )
+        own = [*states[:-1], raw[0], states[-1], output.logits]
+        *inner, last_TH, logits_TV = (state[0].to(target.device) for state in own)
+        return _Truth(inner, last_TH, logits_TV)
 
     def _decoded(self, rows: Bytes, mode: str, calibrations: Sequence[Calibration]) -> torch.Tensor:
         return torch.from_numpy(decode(rows, mode, calibrations)).to(self._target.device)

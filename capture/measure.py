@@ -172,7 +172,8 @@ def measure(
     preflight.check(run, files, conversations[:_NUM_TRIED], log.say)
     dtype = compute_dtype(run.target.dtype, place.kind)
     with explained_start(place):
-        target = Target.load(files, files.layer_ids(run.target), place.device, dtype)
+        layer_ids, num_gpus = files.layer_ids(run.target), run.target.num_gpus
+        target = Target.load(files, layer_ids, place.device, dtype, num_gpus)
     tried_at = time.monotonic()
     num_tokens = CAPTURE_S * _tokens_per_s(run, target, work)
     tried_s = time.monotonic() - tried_at

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from dflash_pipeline.capture import weights
 from dflash_pipeline.capture.model import TargetFiles
+from dflash_pipeline.capture.spread import device_map, spread_text
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import dtype_name
 
@@ -59,6 +60,8 @@ class Target:
         self.logit_scale = float(getattr(text_config, "logit_scale", None) or 1.0) / float(
             getattr(text_config, "logits_scaling", None) or 1.0
         )
+        self.spread = ""
+        """What runs where, if it is spread over several GPUs."""
         self._take: Take | None = None
         for place, layer_id in enumerate(self.layer_ids):
             self.layers[layer_id].register_forward_hook(self._giving(place))
@@ -70,9 +73,19 @@ class Target:
         layer_ids: Sequence[int],
         device: torch.device | str,
         dtype: torch.dtype,
+        num_gpus: int = 1,
     ) -> Target:
-        """The target of `files` on `device`; refuses a checkpoint that lacks a weight."""
+        """The target of `files` on `device`; refuses a checkpoint that lacks a weight.
+
+        num_gpus: it is spread over so many, the first ones that the process sees.
+        """
         weights.check(files.name, files.weight_paths())
+        placed = None
+        if num_gpus > 1:
+            devices = [torch.device(device)] * num_gpus
+            if devices[0].type == "cuda":
+                devices = [torch.device("cuda", number) for number in range(num_gpus)]
+            placed = device_map(files.config, devices, trust_remote_code=files.trust_remote_code)
         # its bar would stand between our own progress lines
         _logging.disable_progress_bar()
         try:
@@ -82,6 +95,7 @@ class Target:
                 use_safetensors=True,
                 trust_remote_code=files.trust_remote_code,
                 output_loading_info=True,
+                device_map=placed,
                 # refused below, with their names
                 ignore_mismatched_sizes=True,
             )
@@ -97,11 +111,18 @@ class Target:
                 f"target {files.name}: the checkpoint lacks {min(report['missing_keys'])} and "
                 f"{len(report['missing_keys']) - 1} more weights of {type(model).__name__}"
             )
-        return cls(model.to(device), layer_ids)
+        if placed is None:
+            return cls(model.to(device), layer_ids)
+        target = cls(model, layer_ids)
+        target.spread = spread_text(placed)
+        if target.device.type == "cuda":
+            # kernels of our own run where the rows are collected
+            torch.cuda.set_device(target.device)
+        return target
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Where the weights are; of a target that is spread, the head's, where states are given."""
         return self.head.weight.device
 
     @property
@@ -136,7 +157,7 @@ class Target:
             ).last_hidden_state
         finally:
             self._take = None
-        return last_BTH
+        return last_BTH.to(self.device)
 
     @torch.inference_mode()
     def head_logits(self, last: torch.Tensor) -> torch.Tensor:
@@ -151,7 +172,9 @@ class Target:
     def _giving(self, place: int) -> Any:
         def give(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if self._take is not None:
-                self._take(place, output[0] if isinstance(output, tuple) else output)
+                hidden_BTH = output[0] if isinstance(output, tuple) else output
+                # of a target that is spread, from another GPU
+                self._take(place, hidden_BTH.to(self.device))
 
         return give
 

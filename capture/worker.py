@@ -79,7 +79,8 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         with explained_start(place):
             target = load_target(run, place, store)
         warm_up(target, planned_shapes(store))
-        log.say(f"{run.target.id} is ready on {place.device} ({target.dtype})")
+        where = target.spread or f"on {place.device}"
+        log.say(f"{run.target.id} is ready {where} ({target.dtype})")
         try:
             with Stop() as stop:
                 store = capture(store, target, run.capture, log, stop)
@@ -115,7 +116,8 @@ def load_target(run: Run, place: Place, store: Store) -> Target:
             "use another --store, or the target of before"
         )
     dtype = compute_dtype(store.spec.target_dtype, place.kind)
-    return Target.load(files, store.spec.layer_ids, place.device, dtype)
+    layer_ids = store.spec.layer_ids
+    return Target.load(files, layer_ids, place.device, dtype, run.target.num_gpus)
 
 
 def seal(store: Store, config: CaptureConfig) -> None:

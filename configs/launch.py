@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices, device_name
 from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.place import Place
@@ -42,15 +43,18 @@ def launch(
     lines: Lines | None = None,
     sees_gpus: bool = False,
     beside: Beside | None = None,
+    per_process: int = 1,
 ) -> int:
     """Run `entry` ("module:function") once per device and wait.
 
     lines: where to show what they say; None: stdout. sees_gpus: a CPU process that itself runs
     commands on GPUs keeps them visible. beside: this is one of several launches in threads.
+    per_process: devices that each process sees; all are shared out, or UsageError.
     Returns 0, 2 when a process refused its task, 1 when one failed, 128 + n after signal n.
     The function is called as `function(run, place, extra)`; `extra` is plain data.
     """
-    screen = Screen(lines or sys.stdout, stage, len(devices.ids))
+    groups = grouped(devices, per_process)
+    screen = Screen(lines or sys.stdout, stage, len(groups))
     rendezvous = f"tcp://127.0.0.1:{_free_port()}"
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     forget_ended(log_dir, stage)
@@ -59,9 +63,11 @@ def launch(
     num_launches = 1 if beside is None else beside.num_launches
     with own as signals, selectors.DefaultSelector() as selector:
         try:
-            for rank in range(len(devices.ids)):
-                place = place_of(devices, rank, stage, log_dir, rendezvous, num_launches)
-                children.append(_Child(entry, run, devices, place, extra, sees_gpus))
+            for rank, group in enumerate(groups):
+                place = place_of(
+                    devices.kind, len(groups), rank, stage, log_dir, rendezvous, num_launches
+                )
+                children.append(_Child(entry, run, group, place, extra, sees_gpus))
                 selector.register(children[-1].progress, selectors.EVENT_READ, children[-1])
             _watch(children, selector, screen, signals)
         finally:
@@ -84,19 +90,29 @@ class Beside:
     """How many share the machine's cores."""
 
 
+def grouped(devices: Devices, per_process: int) -> list[tuple[int, ...]]:
+    """The devices of each process, in order."""
+    ids = devices.ids
+    if len(ids) % per_process:
+        raise UsageError(
+            f"--gpus-per-target {per_process}: {devices} are {len(ids)}, which is no multiple of it"
+        )
+    return [ids[begin : begin + per_process] for begin in range(0, len(ids), per_process)]
+
+
 def place_of(
-    devices: Devices, rank: int, stage: str, log_dir: str, rendezvous: str, num_launches: int
+    kind: str, world: int, rank: int, stage: str, log_dir: str, rendezvous: str, num_launches: int
 ) -> Place:
     """Where the process of this rank runs; CPU threads are shared out evenly."""
     num_cores = len(os.sched_getaffinity(0))
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    even = max(1, num_cores // (len(devices.ids) * num_launches))
+    even = max(1, num_cores // (world * num_launches))
     threads = int(wanted) if wanted.isdigit() else even
     return Place(
         rank=rank,
-        world=len(devices.ids),
-        device="cuda:0" if devices.kind == "cuda" else "cpu",
-        kind=devices.kind,
+        world=world,
+        device="cuda:0" if kind == "cuda" else "cpu",
+        kind=kind,
         log_dir=log_dir,
         stage=stage,
         rendezvous=rendezvous,
@@ -111,7 +127,7 @@ class _Child:
         self,
         entry: str,
         run: Run,
-        devices: Devices,
+        ids: tuple[int, ...],
         place: Place,
         extra: Mapping[str, object],
         sees_gpus: bool,
@@ -127,7 +143,7 @@ class _Child:
         # several ranks on one host talk over the loopback, whatever the host's name resolves to
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if place.kind == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = device_name(devices.ids[place.rank])
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(device_name, ids))
         elif not sees_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         log = log_path(place.log_dir, place.stage, place.rank)

@@ -44,19 +44,21 @@ class MeasuringFailed(Exception):
 
 
 def predictor(
-    run: Run, device: Devices, folder: Path, logs: str, measurement: str, lines: Lines
+    run: Run, devices: Devices, folder: Path, logs: str, measurement: str, lines: Lines
 ) -> Predictor:
     """Count the data of `run` and, unless the file `measurement` is there, measure; it is written.
 
-    folder: a scratch folder beside the store; device: the one that measures. UsageError for a
-    measurement of other settings, MeasuringFailed.
+    folder: a scratch folder beside the store; devices: those of one target, the first trains.
+    UsageError for a measurement of other settings, MeasuringFailed.
     """
     known = _read_measurement(measurement, run)
     extra = {"folder": str(folder), "is_measured": known is not None}
     # counting alone needs no GPU, but its kind of number
     for stage in ("capture", "train"):
         entry = f"dflash_pipeline.{stage}.measure:main"
-        code = launch(entry, run, device, "plan", logs, extra, lines)
+        count = run.target.num_gpus if stage == "capture" else 1
+        shown = Devices(devices.kind, devices.ids[:count])
+        code = launch(entry, run, shown, "plan", logs, extra, lines, per_process=count)
         if code:
             raise MeasuringFailed(code)
     if known is None:

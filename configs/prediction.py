@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.fit import dot
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.sizes import size_text
@@ -145,12 +146,21 @@ class Predictor:
         if not self.capture_costs.answer_step_s:
             return None
         work_s = self.work.answer_steps * self.capture_costs.answer_step_s
+        work_s *= self._run.target.num_gpus
         return _stage("generate", num_devices, self.capture_costs.start_s + work_s / num_devices)
 
     def capture(self, num_devices: int) -> Stage:
-        """One pass of the target over the data."""
-        costs, work = self.capture_costs, self.work
-        device_s = dot(work.batches, costs.batch_s) / costs.busy / num_devices
+        """One pass of the target over the data.
+
+        UsageError unless each target gets its GPUs.
+        """
+        costs, work, per_target = self.capture_costs, self.work, self._run.target.num_gpus
+        if num_devices % per_target:
+            raise UsageError(
+                f"--gpus-per-target {per_target}: {num_devices} GPUs that capture are no multiple "
+                "of it"
+            )
+        device_s = dot(work.batches, costs.batch_s) / costs.busy * per_target / num_devices
         disk_s = work.rows_bytes / costs.write_bytes_per_s
         once_s = work.read_s + costs.start_s + costs.fixed_s
         return _stage("capture", num_devices, once_s + max(device_s, disk_s), disk_s > device_s)
@@ -209,10 +219,12 @@ class Predictor:
         hours = max(capture.hours, train.hours)
         return _way("side by side", capture_ids, train_ids, (capture, train), hours, price)
 
-    def best_split(self, ids: Sequence[int], price: float) -> Way:
-        """The split of the devices that takes the least time side by side."""
-        ways = [self.side_by_side(ids[:n], ids[n:], price) for n in range(1, len(ids))]
-        return min(ways, key=lambda way: way.hours)
+    def best_split(self, ids: Sequence[int], price: float) -> Way | None:
+        """The split of the devices that takes the least time side by side; None: too few."""
+        per_target = self._run.target.num_gpus
+        counts = range(per_target, len(ids), per_target)
+        ways = [self.side_by_side(ids[:n], ids[n:], price) for n in counts]
+        return min(ways, key=lambda way: way.hours, default=None)
 
     def predicted(self, ways: Sequence[Way]) -> Prediction:
         """Everything, with the better of the ways first."""

@@ -41,10 +41,14 @@ class TargetConfig:
     """Further `key=value` arguments of the chat template."""
     system_prompt: str = ""
     """System turn put before conversations that have none; empty: none."""
+    num_gpus: int = 1
+    """GPUs that one copy of the target is spread over, layer after layer, where one GPU cannot hold
+    it; a process uses so many of the GPUs given."""
     trust_remote_code: bool = False
     """Run Python that comes with the model. Off unless asked for."""
 
     def __post_init__(self) -> None:
+        _need(self.num_gpus >= 1, f"target.num_gpus must be at least 1, got {self.num_gpus}")
         _need(self.num_capture_layers >= 1, "target.num_capture_layers must be at least 1")
         _need(
             self.mask_token_id >= -1,

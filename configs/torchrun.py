@@ -9,7 +9,6 @@ from pathlib import Path
 
 from dflash_pipeline.configs import child, gpus
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import place_of
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import log_path, read_status, status_path
@@ -41,8 +40,7 @@ def run_rank(
                 "--nproc-per-node"
             )
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus.device_name(devices.ids[local_rank])
-    world_devices = Devices(devices.kind, tuple(range(world)))
-    place = place_of(world_devices, rank, stage, log_dir, "env://", 1)
+    place = place_of(devices.kind, world, rank, stage, log_dir, "env://", 1)
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     log = log_path(log_dir, stage, rank)
     sys.stderr.flush()

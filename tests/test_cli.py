@@ -654,3 +654,19 @@ def test_a_measurement_that_fails_ends_the_plan_with_its_reason(
     assert ended.code == 1
     assert "it did not work" in ended.err
     assert not list(Path().glob("dflash-plan-*"))
+
+
+def test_a_target_over_several_gpus_has_one_process_for_so_many(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_GPUS_AS_CPU", "1")
+    _ready_file()
+    ended = type_line("dflash capture --gpus 0-3 --gpus-per-target 2")
+    assert ended.code == 0, ended.err
+    assert [one["place"]["world"] for one in ended.calls] == [1, 2, 2]
+    assert [one["run"]["target"]["num_gpus"] for one in ended.calls] == [2, 2, 2]
+    assert ended.calls[0]["extra"]["num_workers"] == 2
+    ended = type_line("dflash capture --gpus 0-2 --gpus-per-target 2")
+    assert ended.code == 2
+    assert "CPU workers 0,1,2 are 3, which is no multiple" in ended.err
+    assert ended.calls == []

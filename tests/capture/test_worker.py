@@ -344,7 +344,7 @@ def test_a_target_that_does_not_fit_says_what_holds_the_memory(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(worker, "load_target", load)
-    with pytest.raises(ValueError, match=r"ran out in loading the target .*more memory"):
+    with pytest.raises(ValueError, match=r"ran out in loading the target .*--gpus-per-target"):
         _capture(run)
 
 

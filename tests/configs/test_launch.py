@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dflash_pipeline.configs import launch as launcher
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import load
@@ -179,3 +180,11 @@ def test_a_run_with_fewer_processes_forgets_those_of_the_last_one(
     for devices in (Devices("cpu", (0, 1)), Devices("cpu", (0,))):
         assert launch(f"{stages}:work", Run(), devices, "train", str(tmp_path), {}) == 0
     assert [one.rank for one in find_statuses(tmp_path)] == [0]
+
+
+def test_the_devices_of_a_process_follow_each_other() -> None:
+    devices = Devices("cuda", (0, 1, 4, 6))
+    assert launcher.grouped(devices, 1) == [(0,), (1,), (4,), (6,)]
+    assert launcher.grouped(devices, 2) == [(0, 1), (4, 6)]
+    with pytest.raises(UsageError, match=r"GPUs 0,1,4,6 are 4, which is no multiple"):
+        launcher.grouped(devices, 3)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.prediction import (
     HOUR_S,
     CaptureCosts,
@@ -15,7 +16,7 @@ from dflash_pipeline.configs.prediction import (
     TrainWork,
     lines,
 )
-from dflash_pipeline.configs.schema import GenerateConfig, Run, TrainConfig
+from dflash_pipeline.configs.schema import GenerateConfig, Run, TargetConfig, TrainConfig
 
 # the 8B row of performance.md: 1.095M samples of 1,000 tokens, six epochs
 TOKENS = 1_095_000_000
@@ -69,7 +70,19 @@ def test_all_eight_one_after_the_other_beat_five_and_three_by_the_pages_factor()
 
 def test_a_split_is_chosen_so_that_neither_side_waits_long() -> None:
     split = _predictor().best_split(tuple(range(8)), price=0.0)
+    assert split is not None
     assert (split.capture_ids, split.train_ids) == ((0,), tuple(range(1, 8)))
+
+
+def test_targets_of_several_gpus_are_so_many_fewer_workers() -> None:
+    predictor = _predictor(Run(target=TargetConfig(num_gpus=2), train=TrainConfig(epochs=6)))
+    assert predictor.capture(8).hours == pytest.approx(2 * _predictor().capture(8).hours)
+    split = predictor.best_split(tuple(range(8)), price=0.0)
+    assert split is not None
+    assert len(split.capture_ids) % 2 == 0
+    assert predictor.best_split((0, 1), price=0.0) is None
+    with pytest.raises(UsageError, match="7 GPUs that capture are no multiple"):
+        predictor.capture(7)
 
 
 def test_a_disk_that_is_slower_than_the_devices_binds_and_is_named() -> None:
