@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,6 +36,51 @@ def _own_torch_threads() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """The functions of `tiny_store.py`; what needs no store does not load zarr for this."""
+    import tiny_store
+
+    return tiny_store
+
+
+@pytest.fixture
+def ptx_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """`ptx_for_hopper(kernel, kinds, constants, num_warps, fused, aligned)`: a kernel's PTX.
+
+    kinds: Triton's type of each argument that is no constant. fused: may a product and a sum become
+    one instruction? aligned: the places of arguments that are multiples of 16. No GPU is needed;
+    the test is skipped where Triton has no build.
+    """
+    triton: Any = pytest.importorskip("triton", reason="triton has no build for this platform")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def compiled(
+        kernel: Any,
+        kinds: dict[str, str],
+        constants: dict[str, Any],
+        *,
+        num_warps: int,
+        fused: bool,
+        aligned: Sequence[int] = (),
+    ) -> str:
+        signature = kinds | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(
+            kernel,
+            {name: signature[name] for name in kernel.arg_names},
+            constexprs=constants,
+            attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
+        )
+        options = {"num_warps": num_warps, "enable_fp_fusion": fused}
+        hopper = GPUTarget("cuda", 90, 32)
+        return str(triton.compile(source, target=hopper, options=options).asm["ptx"])
+
+    return compiled
 
 
 def _first_changed(**changes: object) -> Callable[[dict[str, Any]], object]:

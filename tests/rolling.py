@@ -6,7 +6,6 @@ A plain module, for tests/test_rolling.py and tests/bench/chaos.py.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,27 +24,9 @@ from dflash_pipeline.capture.construction import build_store
 from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.configs.load import load, to_dict
-from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store
-
-
-def tiny_targets() -> ModuleType:
-    """tests/capture/conftest.py: random targets and their tokenizer."""
-    path = Path(__file__).parent / "capture" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("tiny_targets", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def make_target(directory: Path) -> None:
-    """A random target of six layers."""
-    targets = tiny_targets()
-    targets.tiny_model("qwen3").save_pretrained(directory)
-    targets.tiny_tokenizer().save_pretrained(directory)
+from places import cpu_place
 
 
 def run_of(folder: Path, name: str, quota: str, **train: Any) -> Run:
@@ -108,16 +88,7 @@ class Host:
         """Start, or go on, as the same command line does."""
         is_capture = stage == "capture"
         log_dir = f"{self.run.store.path}.logs" if is_capture else str(self.out / "logs")
-        place = Place(
-            rank=rank,
-            world=self._num_capture if is_capture else 1,
-            device="cpu",
-            kind="cpu",
-            log_dir=log_dir,
-            stage=stage,
-            rendezvous="",
-            threads=1,
-        )
+        place = cpu_place(log_dir, stage, rank, self._num_capture if is_capture else 1)
         resume = (self.out / "run.json").exists()
         task = {
             "stage": stage,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -49,6 +46,8 @@ from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.replay import replay
 from dflash_pipeline.train.tally import Tally
+from places import cpu_place
+from tiny_targets import save_target
 
 EOS = {258}
 NUM_NEW = 40
@@ -62,23 +61,9 @@ def folder() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _targets() -> ModuleType:
-    """The tiny targets of tests/capture."""
-    path = Path(__file__).parent / "capture" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("targets_of_modes", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def target_dir(folder: Path) -> Path:
-    targets = _targets()
-    targets.tiny_model("qwen3").save_pretrained(folder / "target")
-    targets.tiny_tokenizer().save_pretrained(folder / "target")
+    save_target(folder / "target", "qwen3")
     return folder / "target"
 
 
@@ -236,13 +221,4 @@ def _capture(run: Run, conversations: list[Conversation]) -> None:
 
 
 def _place(path: Path, stage: str) -> Place:
-    return Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(path / f"{stage}-logs"),
-        stage=stage,
-        rendezvous="",
-        threads=1,
-    )
+    return cpu_place(path / f"{stage}-logs", stage)

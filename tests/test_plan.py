@@ -35,22 +35,14 @@ from dflash_pipeline.store.build import shard_bytes
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.train import measure as train_measure
 from dflash_pipeline.train import worker
+from places import cpu_place
 
 # a machine that others use as well: half or twice the time is still no wrong formula
 SHARED = 2.0
 
 
 def _place(folder: Path, stage: str) -> Place:
-    return Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(folder),
-        stage=stage,
-        rendezvous="",
-        threads=1,
-    )
+    return cpu_place(folder, stage)
 
 
 @pytest.fixture(scope="module")

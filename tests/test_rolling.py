@@ -2,59 +2,42 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+import rolling
 from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.describe import describe
 from dflash_pipeline.store.quota import fixed_bytes, largest_shard_bytes
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.report import render
 from dflash_pipeline.store.table import TRAIN
+from tiny_targets import save_target
 
 NUM_SAMPLES = 120
 NUM_KILLS = 3
 LIMIT_S = 100.0
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rolling", Path(__file__).parent / "rolling.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def rolling() -> ModuleType:
-    """The functions of tests/rolling.py."""
-    return _load()
-
-
 @pytest.fixture
-def folder(rolling: ModuleType) -> Iterator[Path]:
+def folder() -> Iterator[Path]:
     """In memory where that is possible; holds `target`."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=parent) as directory:
-        rolling.make_target(Path(directory) / "target")
+        save_target(Path(directory) / "target", "qwen3")
         yield Path(directory)
 
 
 def test_both_ends_killed_again_and_again_train_each_sample_once_below_the_quota(
-    rolling: ModuleType, folder: Path
+    folder: Path,
 ) -> None:
     sized = rolling.plan(rolling.run_of(folder, "sized", "1GB"), NUM_SAMPLES)
     quota = fixed_bytes(sized) + int(3.2 * largest_shard_bytes(sized)) + 10_000

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -22,7 +21,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,29 +30,21 @@ from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.table import TRAIN
 
+sys.path.append(str(Path(__file__).parents[1]))
+import rolling
+from tiny_targets import save_target
+
 NUM_WORKERS = 3
 NUM_SAMPLES = 240
 # a round whose store is not whole by then hangs
 ROUND_LIMIT_S = 300.0
 
 
-def load_rolling() -> ModuleType:
-    """tests/rolling.py."""
-    path = Path(__file__).parents[1] / "rolling.py"
-    spec = importlib.util.spec_from_file_location("rolling", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 class Round:
     """One store, from its plan to its check."""
 
-    def __init__(self, rolling: ModuleType, folder: Path, calm: Store, chance: random.Random):
-        self._rolling, self._calm, self._chance = rolling, calm, chance
+    def __init__(self, folder: Path, calm: Store, chance: random.Random) -> None:
+        self._calm, self._chance = calm, chance
         self._path = folder / "hs"
         shutil.copytree(folder / "planned", self._path, symlinks=True)
         stores = (str(self._path),)
@@ -69,7 +59,7 @@ class Round:
 
     def play(self, num_kills: int) -> None:
         """Until the store is whole and trained on; up to `num_kills` kills on the way."""
-        host = self._rolling.Host(self._run, NUM_WORKERS)
+        host = rolling.Host(self._run, NUM_WORKERS)
         end = time.monotonic() + ROUND_LIMIT_S
         try:
             for process in self._processes:
@@ -131,7 +121,7 @@ class Round:
         self.faults += [*report.problems, *report.notes]
         table = self._calm.table
         wanted = np.flatnonzero((table.split == TRAIN) & (table.num_anchors > 0)).tolist()
-        if sorted(self._rolling.trained_samples(host.record)) != wanted:
+        if sorted(rolling.trained_samples(host.record)) != wanted:
             self.faults.append("the samples that were trained on are not each one once")
 
 
@@ -143,7 +133,7 @@ def _digests(path: Path) -> dict[str, str]:
     }
 
 
-def calm_store(rolling: ModuleType, folder: Path) -> Store:
+def calm_store(folder: Path) -> Store:
     """A store of the same plan, captured by one worker that nobody disturbs."""
     rolling.plan(rolling.run_of(folder, "planned", ""), NUM_SAMPLES)
     shutil.copytree(folder / "planned", folder / "calm", symlinks=True)
@@ -166,7 +156,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args()
-    rolling, chance, begin = load_rolling(), random.Random(options.seed), time.monotonic()
+    chance, begin = random.Random(options.seed), time.monotonic()
     kills: Counter[str] = Counter()
     faults: list[str] = []
     num_rounds = num_left = num_rows_seen = num_shards = 0
@@ -174,9 +164,9 @@ def main() -> int:
     while kills.total() < options.kills and not faults:
         with tempfile.TemporaryDirectory(dir=parent) as directory:
             folder = Path(directory)
-            rolling.make_target(folder / "target")
-            calm = calm_store(rolling, folder)
-            one = Round(rolling, folder, calm, chance)
+            save_target(folder / "target", "qwen3")
+            calm = calm_store(folder)
+            one = Round(folder, calm, chance)
             one.play(options.kills - kills.total())
             num_rounds, num_shards = num_rounds + 1, len(calm.layout.shard_ids())
             kills += one.kills

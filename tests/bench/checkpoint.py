@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,34 +27,11 @@ import torch
 from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.saver import Saver
-from dflash_pipeline.train.shape import FULL, DrafterShape, tensor_shapes
+from dflash_pipeline.train.shape import tensor_shapes
 
-SHAPE = DrafterShape(
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_layers=5,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    block_size=16,
-    mask_token_id=151669,
-    layer_ids=(1, 9, 17, 25, 33),
-    num_target_layers=36,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    rope_scaling=None,
-    max_position_embeddings=40960,
-    layer_types=(FULL,) * 5,
-    sliding_window=0,
-    input_embedding_scale=1.0,
-    output_multiplier=1.0,
-    final_logit_softcapping=0.0,
-    init_std=0.02,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+sys.path.append(str(Path(__file__).parents[1]))
+from shapes import HEADLINE
+
 NUM_ALONE = 200
 
 
@@ -76,7 +54,9 @@ def main() -> None:
     arguments = parser.parse_args()
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if is_cuda else "cpu")
-    shape = replace(SHAPE, hidden_size=256, intermediate_size=512) if arguments.tiny else SHAPE
+    shape = (
+        replace(HEADLINE, hidden_size=256, intermediate_size=512) if arguments.tiny else HEADLINE
+    )
     sizes = tensor_shapes(shape)
     state = {
         f"{kind}.{name}": torch.full(size, 0.5, device=device)

@@ -62,6 +62,9 @@ from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.shape import FULL, SLIDING, DrafterShape
 from dflash_pipeline.train.step import learn, score
 
+sys.path.append(str(Path(__file__).parents[1]))
+from shapes import HEADLINE, wide_shape
+
 CE = LossConfig()
 KL = LossConfig(ce=0.5, kl=0.5)
 OBJECTIVES = {"CE": CE, "KL+CE": KL}
@@ -82,38 +85,9 @@ class Sizes:
     num_timed: int
 
 
-def _drafter(hidden: int, middle: int, heads: int, keys: int, width: int, vocab: int) -> Any:
-    return DrafterShape(
-        hidden_size=hidden,
-        intermediate_size=middle,
-        num_layers=5,
-        num_heads=heads,
-        num_kv_heads=keys,
-        head_dim=width,
-        vocab_size=vocab,
-        block_size=16,
-        mask_token_id=vocab - 1,
-        layer_ids=(1, 9, 17, 25, 33),
-        num_target_layers=36,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
-        max_position_embeddings=40960,
-        layer_types=(FULL,) * 5,
-        sliding_window=0,
-        input_embedding_scale=1.0,
-        output_multiplier=1.0,
-        final_logit_softcapping=0.0,
-        init_std=0.02,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-
-
 FULL_SIZES = Sizes(
-    drafter=_drafter(4096, 12288, 32, 8, 128, 151936),
-    small=_drafter(2560, 9728, 32, 8, 128, 151936),
+    drafter=HEADLINE,
+    small=wide_shape(2560, 9728, 32, 8, 128, 151936),
     wide_head=(5120, 248320),
     num_context=3072,
     num_anchors=512,
@@ -122,8 +96,8 @@ FULL_SIZES = Sizes(
     num_timed=20,
 )
 TINY_SIZES = Sizes(
-    drafter=_drafter(64, 96, 4, 2, 16, 1003),
-    small=_drafter(32, 64, 4, 2, 16, 1003),
+    drafter=wide_shape(64, 96, 4, 2, 16, 1003),
+    small=wide_shape(32, 64, 4, 2, 16, 1003),
     wide_head=(32, 2048),
     num_context=128,
     num_anchors=16,

@@ -10,7 +10,6 @@ renames and commits; raw pwrite writes the batches' bytes into one file a shard 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -21,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,19 +28,10 @@ from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.writer import StoreWriter
 
+sys.path.append(str(Path(__file__).parents[1]))
+import tiny_store
+
 ROWS_PER_SHARD = 8192
-
-
-def load_tiny() -> ModuleType:
-    """tests/store/tiny.py."""
-    path = Path(__file__).parents[1] / "store" / "tiny.py"
-    spec = importlib.util.spec_from_file_location("tiny", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Batches:
@@ -104,8 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=4096)
     options = parser.parse_args()
-    tiny = load_tiny()
-    plan = tiny.make_plan(options.samples, rows=ROWS_PER_SHARD, hidden_size=options.hidden)
+    plan = tiny_store.make_plan(options.samples, rows=ROWS_PER_SHARD, hidden_size=options.hidden)
     batches = Batches(plan)
     size = sum(
         array.nbytes
@@ -119,7 +107,7 @@ def main() -> None:
             raw = Path(folder)
             spent["pwrite"].append(timed(lambda raw=raw: by_pwrite(plan, raw, batches)))
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-            store = tiny.build(plan, Path(folder) / "hs")
+            store = tiny_store.build(plan, Path(folder) / "hs")
             spent["store"].append(timed(lambda store=store: by_store(plan, store, batches)))
     walls = {way: statistics.median(wall for wall, _ in times) for way, times in spent.items()}
     result = {

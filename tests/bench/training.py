@@ -12,7 +12,6 @@ training.json into $OUT where that is set. Store and run are removed at the end.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -22,7 +21,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -38,6 +36,9 @@ from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.spec import CHUNK_ROWS, Attributes, Layout
 from dflash_pipeline.store.table import build_table, hash64
 from dflash_pipeline.store.writer import StoreWriter
+
+sys.path.append(str(Path(__file__).parents[1]))
+import tiny_store
 
 POOL_ROWS = 4096
 LOG_EVERY = 5
@@ -64,18 +65,6 @@ LAYER_IDS = (1, 9, 17, 25, 33)
 NUM_TARGET_LAYERS = 36
 
 
-def load_tiny() -> ModuleType:
-    """tests/store/tiny.py."""
-    path = Path(__file__).parents[1] / "store" / "tiny.py"
-    spec = importlib.util.spec_from_file_location("tiny", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def lengths_of(size: Size, kind: str) -> npt.NDArray[np.int64]:
     if kind == "fixed":
         return np.full(size.num_samples, size.longest)
@@ -87,7 +76,7 @@ def lengths_of(size: Size, kind: str) -> npt.NDArray[np.int64]:
 
 def build_store(path: Path, size: Size, lengths: npt.NDArray[np.int64]) -> None:
     """Sealed, every sample supervised throughout; its rows are cut out of one encoded pool."""
-    spec = load_tiny().make_spec(
+    spec = tiny_store.make_spec(
         hidden_mode="int4",
         last_mode="int8",
         layer_ids=LAYER_IDS,

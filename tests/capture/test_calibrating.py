@@ -35,6 +35,7 @@ from dflash_pipeline.store.describe import describe
 from dflash_pipeline.store.guard import BOUNDS
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.report import render
+from places import cpu_place
 
 NUM_SAMPLES = 30
 
@@ -80,16 +81,7 @@ def _plan(run: Run, kind: str = "cpu", seed: int = 0) -> None:
 
 
 def _place(run: Run) -> Place:
-    return Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=f"{run.store.path}.logs",
-        stage="capture",
-        rendezvous="",
-        threads=1,
-    )
+    return cpu_place(f"{run.store.path}.logs", "capture")
 
 
 def _capture(run: Run) -> None:

@@ -26,8 +26,8 @@ from dflash_pipeline.capture.answerer import NO_ROOM, TOO_LONG
 from dflash_pipeline.capture.decoder import Decoder, open_target
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import DataConfig, EvalConfig, Run, TargetConfig
+from places import cpu_place
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -154,9 +154,7 @@ def test_prompts_are_read_up_to_the_last_user_turn(
         data=DataConfig(max_bad_share=0.2),
         eval=EvalConfig(prompts=(str(file),), limit=1),
     )
-    place = Place(
-        rank=0, world=1, device="cpu", kind="cpu", log_dir="", stage="", rendezvous="", threads=1
-    )
+    place = cpu_place("", "")
     opened = open_target(run, place, (1,))
     assert [(prompt.key, prompt.domain, prompt.ids) for prompt in opened.prompts] == [
         ("a", "math", (5, 6)),
@@ -203,9 +201,7 @@ def test_a_twin_decodes_as_the_target_will(
     file.write_text(json.dumps({"messages": [_turn("user", "Which way?")]}) + "\n")
     directory = make_target_dir("qwen3")
     run = Run(target=TargetConfig(id=str(directory)), eval=EvalConfig(prompts=(str(file),)))
-    place = Place(
-        rank=0, world=1, device="cpu", kind="cpu", log_dir="", stage="", rendezvous="", threads=1
-    )
+    place = cpu_place("", "")
     opened = open_target(run, place, (0, 2))
     small, whole = opened.load_twin(print), opened.load()
     assert small is not None

@@ -15,22 +15,14 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.store.runlog import RunLog
+from places import cpu_place
 
 TAUS = {"trained": 3.0, "untrained": 1.0, "lookup": 1.5}
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    return Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(tmp_path / "logs"),
-        stage="demo",
-        rendezvous="",
-        threads=1,
-    )
+    return cpu_place(tmp_path / "logs", "demo")
 
 
 class FakeStages:

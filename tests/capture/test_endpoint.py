@@ -15,8 +15,8 @@ import pytest
 from dflash_pipeline.capture import generate, servers
 from dflash_pipeline.capture.samples import Dropped, read
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import DataConfig, GenerateConfig, Run, TargetConfig
+from places import cpu_place
 
 NUM_PROMPTS = 12
 Reply = Callable[[dict[str, Any], int], tuple[int, object]]
@@ -115,16 +115,7 @@ def run_of(tmp_path: Path, *urls: str, target: TargetConfig | None = None, **cha
 
 
 def answered(run: Run) -> dict[str, dict[str, Any]]:
-    place = Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=f"{run.generate.out}.logs",
-        stage="generate",
-        rendezvous="",
-        threads=1,
-    )
+    place = cpu_place(f"{run.generate.out}.logs", "generate")
     generate.main(run, place, {})
     lines = [json.loads(line) for line in Path(run.generate.out).read_text().splitlines()]
     assert len({line["id"] for line in lines}) == len(lines)

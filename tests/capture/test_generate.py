@@ -29,6 +29,7 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import DataConfig, GenerateConfig, Run, TargetConfig
 from dflash_pipeline.store.runlog import RunLog
+from places import cpu_place
 
 NUM_PROMPTS = 7
 
@@ -64,16 +65,7 @@ def run_of(tmp_path: Path, target: str, **changes: Any) -> Run:
 
 
 def place_of(tmp_path: Path, rank: int = 0, world: int = 1) -> Place:
-    return Place(
-        rank=rank,
-        world=world,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(tmp_path / "answers.jsonl.logs"),
-        stage="generate",
-        rendezvous="",
-        threads=1,
-    )
+    return cpu_place(tmp_path / "answers.jsonl.logs", "generate", rank, world)
 
 
 def answers(run: Run) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,6 @@ from dflash_pipeline.capture.samples import Conversation, Dropped, read
 from dflash_pipeline.capture.spool import Spool, fill, is_held_out
 from dflash_pipeline.capture.template import render
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import (
     CaptureConfig,
     DataConfig,
@@ -30,6 +29,7 @@ from dflash_pipeline.configs.schema import (
 )
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.table import HELD_OUT
+from places import cpu_place
 
 NUM_ROWS = 40
 
@@ -86,16 +86,7 @@ def planned_run(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> R
 
 
 def planned(run: Run, tmp_path: Path, *, only_count: bool = False) -> str:
-    place = Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(tmp_path / "logs"),
-        stage="plan",
-        rendezvous="",
-        threads=1,
-    )
+    place = cpu_place(tmp_path / "logs", "plan")
     planning.main(run, place, {"kind": "cpu", "num_workers": 1, "only_count": only_count})
     return (tmp_path / "logs" / "plan-0.log").read_text()
 

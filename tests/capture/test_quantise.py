@@ -125,15 +125,10 @@ def test_the_kernel_writes_the_bytes_of_numpy_in_the_interpreter():
 
 @pytest.mark.parametrize(("mode", "hidden_size", "bits"), [("int8", 576, 32), ("int4", 4096, 16)])
 def test_the_kernel_compiles_for_hopper_without_fused_or_rough_arithmetic(
-    mode, hidden_size, bits, monkeypatch, tmp_path
+    mode, hidden_size, bits, ptx_for_hopper
 ):
-    triton = pytest.importorskip("triton", reason="triton has no build for this platform")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from dflash_pipeline.capture import quantise_kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = quantise_kernel.encode_constants(calibration_of(states(hidden_size, 10, 0), mode))
     kinds = {
         "hidden_MH": "*i16" if bits == 16 else "*fp32",
@@ -146,17 +141,14 @@ def test_the_kernel_compiles_for_hopper_without_fused_or_rough_arithmetic(
         "rows_stride": "i32",
         "largest_N": "*fp32",
         "largest_stride": "i32",
-    } | dict.fromkeys(constants, "constexpr")
-    kernel = quantise_kernel.encode_kernel
-    compiled = triton.compile(
-        ASTSource(kernel, {name: kinds[name] for name in kernel.arg_names}, constants),
-        target=GPUTarget("cuda", 90, 32),
-        options={
-            "num_warps": quantise_kernel.num_warps(constants["P"]),
-            "enable_fp_fusion": False,
-        },
+    }
+    code = ptx_for_hopper(
+        quantise_kernel.encode_kernel,
+        kinds,
+        constants,
+        num_warps=quantise_kernel.num_warps(constants["P"]),
+        fused=False,
     )
-    code = compiled.asm["ptx"]
     assert "div.rn.f32" in code
     for rough in ("fma.rn.f32", "div.full", "div.approx", "rcp.approx", ".ftz"):
         assert rough not in code

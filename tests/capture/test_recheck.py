@@ -27,20 +27,12 @@ from dflash_pipeline.configs.schema import (
 from dflash_pipeline.store import paths
 from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.reader import Store, open_store
+from places import cpu_place
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    return Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(tmp_path / "logs"),
-        stage="verify",
-        rendezvous="",
-        threads=1,
-    )
+    return cpu_place(tmp_path / "logs", "verify")
 
 
 @pytest.fixture(params=[("bf16", "bf16"), ("int8", "int4"), ("int4", "none")])

@@ -41,6 +41,7 @@ from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.spec import ShardId
+from places import cpu_place
 
 LAYER_IDS = (0, 2, 4)
 NUM_SAMPLES = 40
@@ -120,16 +121,7 @@ def whole(planned: Path, folder: Path, target_dir: Path) -> dict[str, bytes]:
 
 
 def _place(path: Path, rank: int = 0, world: int = 1) -> Place:
-    return Place(
-        rank=rank,
-        world=world,
-        device="cpu",
-        kind="cpu",
-        log_dir=f"{path}.logs",
-        stage="capture",
-        rendezvous="",
-        threads=1,
-    )
+    return cpu_place(f"{path}.logs", "capture", rank, world)
 
 
 def _capture(run: Run) -> None:

@@ -1,9 +1,8 @@
-"""Fixtures over `tiny.py`."""
+"""Fixtures over `tiny_store.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -15,23 +14,6 @@ from typing import Any
 import pytest
 
 from dflash_pipeline.store.reader import open_store
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tiny_store", Path(__file__).with_name("tiny.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up there
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def tiny() -> ModuleType:
-    """The functions of `tiny.py`."""
-    return _load()
 
 
 @pytest.fixture(scope="session")

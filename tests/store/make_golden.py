@@ -1,6 +1,6 @@
 """Writes the golden store: python tests/store/make_golden.py DIRECTORY. Once a format, then never.
 
-The committed store must open for ever with the values that `tiny.py` gives for five samples.
+The committed store must open for ever with the values that `tiny_store.py` gives for five samples.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import shutil
 import sys
 from pathlib import Path
 
-import tiny
-
 from dflash_pipeline.store import paths
+
+sys.path.append(str(Path(__file__).parents[1]))
+import tiny_store
 
 NUM_SAMPLES = 5
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    plan = tiny.make_plan(NUM_SAMPLES, rows=208, chunk_rows=16)
-    store = tiny.build(plan, directory)
-    tiny.capture(plan, store)
+    plan = tiny_store.make_plan(NUM_SAMPLES, rows=208, chunk_rows=16)
+    store = tiny_store.build(plan, directory)
+    tiny_store.capture(plan, store)
     store.seal()
     shutil.rmtree(paths.log_directory(directory))

@@ -155,7 +155,7 @@ def test_a_relative_path_works(tiny: ModuleType, tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(tiny.__file__).parent)!r})
-import tiny
+import tiny_store as tiny
 from pathlib import Path
 plan = tiny.make_plan(6)
 store = tiny.build(plan, Path("hs"))

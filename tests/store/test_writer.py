@@ -249,7 +249,7 @@ def test_a_process_that_never_closes_its_writer_still_ends(
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(tiny.__file__).parent)!r})
-import tiny
+import tiny_store as tiny
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.writer import StoreWriter

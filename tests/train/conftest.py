@@ -1,11 +1,9 @@
-"""A tiny target's store to train from, and runs over it. The rows are tests/store/tiny.py's."""
+"""A tiny target's store to train from, and runs over it. The rows are tests/tiny_store.py's."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.build import StoreBuilder, plan_lock
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train.shape import DrafterShape
+from places import cpu_place
 
 TARGET_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -43,22 +42,6 @@ TARGET_CONFIG = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 512,
 }
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tiny_store_of_train", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def tiny() -> ModuleType:
-    """The functions of tests/store/tiny.py."""
-    return _load(Path(__file__).parents[1] / "store" / "tiny.py")
 
 
 @pytest.fixture(scope="session")
@@ -113,16 +96,7 @@ def growing_store(_train_originals: Path, tmp_path: Path) -> Store:
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     """One rank on the CPU, its logs in tmp_path / out / logs."""
-    return Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(tmp_path / "out" / "logs"),
-        stage="train",
-        rendezvous="",
-        threads=1,
-    )
+    return cpu_place(tmp_path / "out" / "logs", "train")
 
 
 @pytest.fixture

@@ -125,15 +125,10 @@ def test_the_kernel_gives_the_values_of_numpy_in_the_interpreter():
     [("int8", 576, 32, False), ("int4", 4096, 16, False), ("int4", 576, 16, True)],
 )
 def test_the_kernel_compiles_for_hopper_without_fused_arithmetic(
-    mode, hidden_size, bits, rotated, monkeypatch, tmp_path
+    mode, hidden_size, bits, rotated, ptx_for_hopper
 ):
-    triton = pytest.importorskip("triton", reason="triton has no build for this platform")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from dflash_pipeline.train import dequantise_kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     _, calibrations = stored(hidden_size, mode, 3, 0)
     constants = dequantise_kernel.decode_constants(calibrations[0]) | {"ROTATED": rotated}
     kinds = {
@@ -143,17 +138,14 @@ def test_the_kernel_compiles_for_hopper_without_fused_arithmetic(
         "feature_NKH": "*i16" if bits == 16 else "*fp32",
         "kept_NKk": "*i16" if bits == 16 else "*fp32",
         "num_layers": "i32",
-    } | dict.fromkeys(constants, "constexpr")
-    kernel = dequantise_kernel.decode_kernel
-    compiled = triton.compile(
-        ASTSource(kernel, {name: kinds[name] for name in kernel.arg_names}, constants),
-        target=GPUTarget("cuda", 90, 32),
-        options={
-            "num_warps": dequantise_kernel.num_warps(constants["P"]),
-            "enable_fp_fusion": False,
-        },
+    }
+    code = ptx_for_hopper(
+        dequantise_kernel.decode_kernel,
+        kinds,
+        constants,
+        num_warps=dequantise_kernel.num_warps(constants["P"]),
+        fused=False,
     )
-    code = compiled.asm["ptx"]
     for rough in ("fma.rn.f32", "div.", ".ftz"):
         assert rough not in code
 

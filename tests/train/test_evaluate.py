@@ -26,6 +26,7 @@ from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import embedding_hash, read_checkpoint, write_zlab
 from dflash_pipeline.train.fits import check_fits
 from dflash_pipeline.train.shape import DrafterShape
+from places import cpu_place
 
 VOCAB, WIDTH = 24, 16
 RENDERING = {"tokenizer_hash": "t1", "template_hash": "c1", "template_args": "{}"}
@@ -142,16 +143,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    return Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(tmp_path / "logs"),
-        stage="eval",
-        rendezvous="",
-        threads=1,
-    )
+    return cpu_place(tmp_path / "logs", "eval")
 
 
 def settings(checkpoint: Path, **changes: Any) -> Run:

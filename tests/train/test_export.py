@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.train import export, layout
 from dflash_pipeline.train.drafter import Drafter
@@ -31,6 +30,7 @@ from dflash_pipeline.train.export import (
 )
 from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
 from dflash_pipeline.train.tensorfile import write_tensors
+from places import cpu_place
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -392,16 +392,7 @@ def test_the_command_turns_one_layout_into_the_other(
         target_config=lambda: {"architectures": ["Qwen3ForCausalLM"]},
     )
     monkeypatch.setattr(export, "open_store", lambda _path: store)
-    place = Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(tmp_path / "logs"),
-        stage="export",
-        rendezvous="",
-        threads=1,
-    )
+    place = cpu_place(tmp_path / "logs", "export")
     extra = {"checkpoint": str(path), "out": str(tmp_path / "s"), "layout": "speculators"}
     with pytest.raises(UsageError, match="--store"):
         export.main(Run(), place, extra | {"store": ""})

@@ -14,7 +14,8 @@ from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.floor import H200_FLOP_PER_S, StepSize, loss_flop, step_flop
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loss import Teacher, chunked_loss
-from dflash_pipeline.train.shape import FULL, DrafterShape
+from dflash_pipeline.train.shape import DrafterShape
+from shapes import HEADLINE
 
 NUM_CONTEXT, NUM_ROWS = 24, 12
 
@@ -87,32 +88,6 @@ def test_the_loss_costs_what_torch_counts(kl: float, shape: DrafterShape) -> Non
 
 @pytest.mark.parametrize(("kl", "expected_ms"), [(False, 90.6), (True, 95.4)])
 def test_the_floor_of_the_headline_figure(kl: bool, expected_ms: float) -> None:
-    shape = DrafterShape(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=5,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        block_size=16,
-        mask_token_id=0,
-        layer_ids=(1, 9, 17, 25, 33),
-        num_target_layers=36,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
-        max_position_embeddings=40960,
-        layer_types=(FULL,) * 5,
-        sliding_window=0,
-        input_embedding_scale=1.0,
-        output_multiplier=1.0,
-        final_logit_softcapping=0.0,
-        init_std=0.02,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
     size = StepSize(
         num_context=3072,
         num_rows=512 * 16,
@@ -121,6 +96,6 @@ def test_the_floor_of_the_headline_figure(kl: bool, expected_ms: float) -> None:
         num_teachers=3071 if kl else 0,
     )
     # 71.57 and 75.39 TFLOP
-    assert step_flop(shape, size).total / H200_FLOP_PER_S * 1e3 == pytest.approx(
+    assert step_flop(HEADLINE, size).total / H200_FLOP_PER_S * 1e3 == pytest.approx(
         expected_ms, abs=0.05
     )

@@ -151,15 +151,10 @@ def test_the_kernel_equals_fp64_in_the_interpreter():
     ],
 )
 def test_the_kernel_compiles_for_hopper_without_spilling_into_memory(
-    name, vocab_size, soft_cap, bits, monkeypatch, tmp_path
+    name, vocab_size, soft_cap, bits, ptx_for_hopper
 ):
-    triton = pytest.importorskip("triton", reason="triton has no build for this platform")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from dflash_pipeline.train import loss_kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     config = CONFIGS[name]
     constants = loss_kernel.score_constants(vocab_size, config, 1.0, soft_cap)
     kinds = {
@@ -173,21 +168,14 @@ def test_the_kernel_compiles_for_hopper_without_spilling_into_memory(
         "first_teacher": "i32",
         "num_rows": "i32",
     }
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(3)}
-    compiled = triton.compile(
-        ASTSource(
-            loss_kernel.score_kernel,
-            kinds | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            attrs=aligned,
-        ),
-        target=GPUTarget("cuda", 90, 32),
-        options={
-            "num_warps": constants["TILE"] // loss_kernel.WARP_VALUES,
-            "enable_fp_fusion": True,
-        },
+    code = ptx_for_hopper(
+        loss_kernel.score_kernel,
+        kinds,
+        constants,
+        num_warps=constants["TILE"] // loss_kernel.WARP_VALUES,
+        fused=True,
+        aligned=range(3),
     )
-    code = compiled.asm["ptx"]
     assert ".local" not in code
     if vocab_size % 16 == 0:
         assert "ld.global.v4" in code

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
@@ -76,33 +77,24 @@ def test_the_kernel_equals_torchs_adamw_in_the_interpreter() -> None:
 
 
 def test_the_kernel_compiles_for_hopper_with_wide_loads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    ptx_for_hopper: Callable[..., str],
 ) -> None:
-    triton = pytest.importorskip("triton", reason="triton has no build for this platform")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from dflash_pipeline.train import optim_kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     settings = asdict(OptimConfig())
     constants = {name: settings[name.lower()] for name in ("BETA1", "BETA2", "EPS")}
     constants |= {"DECAY": settings["weight_decay"], "TILE": optim_kernel.TILE}
     kinds = dict.fromkeys(("master", "average", "square", "gradient"), "*fp32")
     kinds |= {"rounded": "*bf16", "numbers": "*fp32", "size": "i64"}
     kinds |= {"num_decayed": "i64", "lr": "fp32"}
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(7)}
-    compiled = triton.compile(
-        ASTSource(
-            optim_kernel.adamw_kernel,
-            kinds | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            attrs=aligned,
-        ),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": optim_kernel.NUM_WARPS, "enable_fp_fusion": True},
+    code = ptx_for_hopper(
+        optim_kernel.adamw_kernel,
+        kinds,
+        constants,
+        num_warps=optim_kernel.NUM_WARPS,
+        fused=True,
+        aligned=range(7),
     )
-    code = compiled.asm["ptx"]
     assert ".local" not in code
     assert "v4.b32" in code
 

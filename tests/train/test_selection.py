@@ -38,7 +38,7 @@ def _left(tables: list[Any], **changes: Any) -> list[list[str]]:
 
 
 def test_a_dropped_domain_and_dropped_samples_are_gone_from_every_store(tables: list[Any]) -> None:
-    # odd numbers are code, see tiny.py
+    # odd numbers are code, see tiny_store.py
     even = {f"sample-{n}-é" for n in range(0, 24, 2)}
     left = _left(tables, drop_domains=("code",))
     assert [set(keys) for keys in left] == [even, {f"sample-{n}-é" for n in range(0, 12, 2)}]
@@ -52,7 +52,7 @@ def test_a_dropped_domain_and_dropped_samples_are_gone_from_every_store(tables: 
 def test_what_is_left_out_is_counted(tables: list[Any]) -> None:
     config = TrainConfig(drop_samples=("sample-5-é", "sample-13-é"))
     kept = kept_samples(tables, config)
-    # every fifth sample is held out, see tiny.py
+    # every fifth sample is held out, see tiny_store.py
     assert dropped_lines(["a", "b"], tables, kept) == [
         "dropped 2 of 24 samples of a (1 of them held out)",
         "dropped 1 of 12 samples of b (1 of them held out)",
