@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -421,18 +421,46 @@ def _train_variants(
 @options(("--store", "store.path"), ("--limit", "eval.limit"), ("--max-len", "data.max_len"))
 @options(("--overlong", "data.overlong"), ("--max-new-tokens", "eval.max_new_tokens"))
 @options(("--temperature", "eval.temperature"), ("--batch-size", "eval.batch_size"))
+@option("--endpoint", "eval.endpoint")
 @option("--as-stored", "eval.as_stored", turns=True)
 @options(("--json", "eval.json"), ("--plot", "eval.plot"))
+@click.option(
+    "--compare",
+    nargs=2,
+    metavar="A B",
+    help="Compare two drafters on the same prompts, with the interval of the difference: each a "
+    "file that --json wrote, or a drafter to evaluate first.",
+)
 @options(*TEMPLATE)
 @placed
 @configured
 @click.pass_context
 def evaluate(
-    context: click.Context, gpus: str, share_gpu: bool, config: str, sets: tuple[str, ...]
+    context: click.Context,
+    gpus: str,
+    share_gpu: bool,
+    compare: tuple[str, str] | None,
+    config: str,
+    sets: tuple[str, ...],
 ) -> int:
     """Measure acceptance by decoding with the target, or by replaying a store without it."""
     run = resolve(context, config, sets)
+    if compare:
+        return _compare(run, compare, gpus, share_gpu)
+    if run.eval.endpoint:
+        return _ask_server(run)
     drafter = _need(run.eval.drafter, "--drafter CHECKPOINT", "eval.drafter")
+    _check_evaluation(run)
+    entry, logs = "dflash_pipeline.cli:decode_and_score", _logs_near(Path(drafter))
+    code = _stage(entry, run, _one_device(gpus, share_gpu), "eval", logs, {}, share_gpu)
+    arguments = (drafter, "--out", _free_name("drafter"))
+    following = line(context, export, {"store.path": None}, config, sets, arguments)
+    return _end(code, following, _this_line())
+
+
+def _check_evaluation(run: Run) -> None:
+    """Whether everything that an evaluation names is there."""
+    drafter = run.eval.drafter
     if not Path(drafter).is_dir():
         raise UsageError(f"--drafter {drafter}: there is no such run, step or checkpoint directory")
     if run.eval.prompts:
@@ -444,12 +472,39 @@ def evaluate(
         inputs.check_out_file(run.eval.json, "--json")
     if run.eval.plot:
         inputs.check_out_file(run.eval.plot, "--plot")
-    devices = _one_device(gpus, share_gpu)
-    entry, logs = "dflash_pipeline.cli:decode_and_score", _logs_near(Path(drafter))
-    code = _stage(entry, run, devices, "eval", logs, {}, share_gpu)
-    arguments = (drafter, "--out", _free_name("drafter"))
-    following = line(context, export, {"store.path": None}, config, sets, arguments)
-    return _end(code, following, _this_line())
+
+
+def _ask_server(run: Run) -> int:
+    """Acceptance as a server counts it; no drafter and no device is needed here."""
+    _need(run.eval.prompts, "--prompts FILE", "eval.prompts")
+    sources.check(run.eval.prompts)
+    if run.eval.json:
+        inputs.check_out_file(run.eval.json, "--json")
+    with _scratch_logs("eval") as logs:
+        return _stage("dflash_pipeline.capture.served:main", run, ONE_CPU, "eval", logs, {}, True)
+
+
+def _compare(run: Run, pair: tuple[str, str], gpus: str, share: bool) -> int:
+    """Two results, or the drafters that they are made of first."""
+    if run.eval.json:
+        inputs.check_out_file(run.eval.json, "--json")
+    with _scratch_logs("compare") as logs:
+        files, todo = list(pair), dict[int, Run]()
+        for number, one in enumerate(pair):
+            if Path(one).is_file():
+                continue
+            files[number] = f"{logs}/{'ab'[number]}.json"
+            changed = replace(run.eval, drafter=one, json=files[number], plot="")
+            todo[number] = replace(run, eval=changed)
+            _check_evaluation(todo[number])
+        for one_run in todo.values():
+            devices = _one_device(gpus, share)
+            entry = "dflash_pipeline.cli:decode_and_score"
+            if code := _stage(entry, one_run, devices, "eval", logs, {}, share):
+                return code
+        extra = {"files": files, "names": list(pair)}
+        entry = "dflash_pipeline.train.compare:main"
+        return _stage(entry, run, ONE_CPU, "compare", logs, extra, True)
 
 
 def decode_and_score(run: Run, place: Place, extra: dict[str, object]) -> None:

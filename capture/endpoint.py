@@ -17,7 +17,7 @@ from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.samples import Dropped, Message
 from dflash_pipeline.capture.servers import Refused, Servers
 from dflash_pipeline.capture.template import template_arguments
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.store.runlog import RunLog
 
 
@@ -102,19 +102,40 @@ def _answer(dialogue: Dialogue, servers: Servers, run: Run, files: TargetFiles |
 
 def _request(dialogue: Dialogue, messages: list[Message], run: Run) -> dict[str, Any]:
     config = run.generate
-    system = run.target.system_prompt
-    if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
+    return chat_request(
+        messages,
+        run.target,
+        max_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        seed=answer_seed(config.seed, dialogue.key, len(dialogue.finishes)),
+    )
+
+
+def chat_request(
+    messages: list[Message],
+    target: TargetConfig,
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+) -> dict[str, Any]:
+    """The body of a chat completion, but for the model's name."""
+    if target.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": target.system_prompt}, *messages]
     request: dict[str, Any] = {
         "messages": messages,
-        "max_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "seed": answer_seed(config.seed, dialogue.key, len(dialogue.finishes)),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
     }
-    if config.top_k > 0:
-        request["top_k"] = config.top_k
-    if arguments := template_arguments(run.target):
+    if top_k > 0:
+        request["top_k"] = top_k
+    if arguments := template_arguments(target):
         request["chat_template_kwargs"] = arguments
     return request
 

@@ -466,6 +466,9 @@ class EvalConfig:
     prompts: tuple[str, ...] = ()
     """Files of conversations whose last user turn is answered; empty: the store's held-out split
     by replay."""
+    endpoint: str = ""
+    """A vLLM or SGLang server (http://host:port/v1) that runs target and drafter: its own counters
+    tell the acceptance, nothing is loaded here. Empty: none."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     limit: int = 0

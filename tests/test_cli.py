@@ -46,8 +46,10 @@ def stage(name):
     return note
 
 STAGES = {
-    "capture": ("planning", "worker", "generate", "demo", "decoder", "recheck", "measure"),
-    "train": ("worker", "evaluate", "export", "measure"),
+    "capture": (
+        "planning", "worker", "generate", "demo", "decoder", "recheck", "measure", "served"
+    ),
+    "train": ("worker", "evaluate", "export", "measure", "compare"),
     "store": ("describe", "check", "merge", "repair", "watch", "drop"),
 }
 
@@ -241,6 +243,34 @@ def test_eval_joins_the_targets_side_with_the_drafters(type_line: Callable[..., 
     (call,) = type_line("dflash export x --out drafter --target toy").calls
     assert call["run"]["target"]["id"] == "toy"
     assert type_line("dflash eval --gpus cpu:2 --drafter x").code == 2
+
+
+def test_eval_asks_a_server_without_a_drafter(type_line: Callable[..., Ended]) -> None:
+    (call,) = type_line("dflash eval --endpoint http://h/v1 --prompts b.jsonl --limit 3").calls
+    assert call["entry"] == "capture.served"
+    assert call["run"]["eval"]["endpoint"] == "http://h/v1"
+    ended = type_line("dflash eval --endpoint http://h/v1")
+    assert ended.code == 2
+    assert "eval.prompts is: give --prompts FILE" in ended.err
+
+
+def test_eval_compares_results_and_drafters(type_line: Callable[..., Ended]) -> None:
+    Path("r.json").write_text("{}")
+    first, second = type_line(
+        "dflash eval --gpus cpu --compare x r.json --target toy --prompts b.jsonl --json out.json"
+    ).calls
+    assert (first["entry"], second["entry"]) == ("train.evaluate", "train.compare")
+    assert first["run"]["eval"]["drafter"] == "x"
+    made, given = second["extra"]["files"]
+    assert made == first["run"]["eval"]["json"] != "out.json"
+    assert given == "r.json"
+    assert second["extra"]["names"] == ["x", "r.json"]
+    assert second["run"]["eval"]["json"] == "out.json"
+    (call,) = type_line("dflash eval --compare r.json r.json").calls
+    assert call["entry"] == "train.compare"
+    ended = type_line("dflash eval --gpus cpu --compare x no --store hs")
+    assert ended.code == 2
+    assert ended.calls == []
 
 
 def test_export_demo_inspect_and_verify_pass_what_was_asked(
