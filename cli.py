@@ -30,6 +30,7 @@ from dflash_pipeline.configs import (
     inputs,
     measuring,
     prediction,
+    refusal,
     status,
     torchrun,
 )
@@ -56,9 +57,12 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.configs.screen import duration, progress_line
 from dflash_pipeline.configs.shares import parse_stores
+from dflash_pipeline.configs.status import Status
 from dflash_pipeline.configs.sweep import Variant, read_variants
 
 ONE_CPU = Devices("cpu", (0,))
+# how long a trainer waits for a capture that was started at the same time to be seen at work
+APPEAR_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -71,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", 2)
     except UsageError as error:
         _fail(child.one_line(error), 2)
+    except SystemExit:
+        # click's end where nobody reads the output any longer, as behind `| head`
+        code = child.BROKEN_PIPE if child.is_unread(sys.stdout) else 1
     except (ValueError, OSError) as error:
         _fail(child.one_line(error), 1)
     except (KeyboardInterrupt, click.Abort):
@@ -176,6 +183,7 @@ def capture(
             code = _stage(entry, run, ONE_CPU, "plan", logs, extra, True)
         return _end(code, shlex.join(one for one in _words() if one != "--plan"), _this_line())
     logs, is_alone = f"{store}.logs", num_workers == 1
+    planned = refusal.before(logs, "plan")
     if is_alone:
         # the one process plans as well: how an earlier plan ended says nothing any longer
         status.forget_ended(logs, "plan")
@@ -185,6 +193,8 @@ def capture(
         module, function = ("planning", "plan_and_capture") if is_alone else ("worker", "main")
         entry = f"dflash_pipeline.capture.{module}:{function}"
         code = _stage(entry, run, devices, "capture", logs, extra, share_gpu, per_target)
+        if code == 2:
+            planned.restore()
         workers = [one for one in status.find_statuses(Path(store)) if one.stage == "capture"]
         for text in counts.closing_lines(workers, run.capture.price) if code == 0 else []:
             click.echo(text)
@@ -651,7 +661,8 @@ def show_status(directory: str, as_json: bool, drop: str) -> int:
         return _drop(directory, drop)
     found = status.find_runs(Path(directory).resolve())
     if not found:
-        raise UsageError(f"{directory}: no run has left its status here or in {directory}.logs")
+        places = ", ".join(map(str, status.places_of(Path(directory).resolve())))
+        raise UsageError(f"{directory}: no run has left its status; looked in {places}")
     if as_json:
         listed = [
             {"variant": variant, **asdict(one), "alive": one.is_alive, "rate": one.rate}
@@ -671,10 +682,7 @@ def show_status(directory: str, as_json: bool, drop: str) -> int:
             click.echo(f"  {one.error or one.text}")
     for told in _consumers(Path(directory)):
         click.echo(told)
-    if all(one.state == "done" for _, one in found):
-        click.echo("all of them are done")
-    else:
-        click.echo("to go on, run the same command again (train: with --resume)")
+    click.echo(_remedy(Path(directory), [one for _, one in found]))
     return 0
 
 
@@ -720,6 +728,23 @@ def demo(context: click.Context, target: str, out: str, gpus: str, share_gpu: bo
     return _end(code, f"dflash inspect {shlex.quote(out)}/store", _this_line())
 
 
+def _remedy(directory: Path, found: Sequence[Status]) -> str:
+    """The last line of `status`: what to do, if anything."""
+    again = "run the same command again (train: with --resume)"
+    num_alive = sum(one.is_alive for one in found)
+    if any(not one.is_alive and one.state != "done" for one in found):
+        return f"once the others have ended, {again}" if num_alive else f"to go on, {again}"
+    if num_alive:
+        return f"{num_alive} of {len(found)} at work: nothing to do"
+    if (directory / "zarr.json").is_file():
+        # the parts of a store are its own to name
+        from dflash_pipeline.store import paths
+
+        if not (directory / paths.SEALED_FILE).exists():
+            return f"{directory} lacks shards, as after a repair: to go on, run its capture again"
+    return "all of them are done"
+
+
 def _consumers(directory: Path) -> list[str]:
     """The training runs that a rolling store waits for."""
     if not (directory / "consumers").is_dir():
@@ -746,14 +771,29 @@ def _check_store(path: str) -> None:
 
 def _await_plan(store: Path, follow: bool) -> None:
     """A capture that was started a moment ago makes its store when it has read all the data."""
-    is_told = False
+    began, said = time.monotonic(), ""
     while not store.exists():
-        if not (follow and any(one.is_alive for one in status.find_statuses(store))):
-            raise UsageError(f"there is no store {store}: write it with dflash capture")
-        if not is_told:
-            click.echo(f"train: waiting until the capture into {store} has made its plan")
-            is_told = True
+        found = status.find_statuses(store)
+        is_planning = any(one.is_alive for one in found)
+        if not follow or not (is_planning or time.monotonic() - began < APPEAR_S):
+            raise UsageError(_no_store(store, is_planning, [one.error for one in found]))
+        text = f"train: waiting until the capture into {store} has made its plan"
+        if not is_planning:
+            text = f"train: there is no store {store}, waiting {APPEAR_S:g} s for its capture"
+        if text != said:
+            click.echo(text)
+            said = text
         time.sleep(0.2)
+
+
+def _no_store(store: Path, is_planning: bool, errors: Sequence[str]) -> str:
+    """Why training cannot begin, and what to do."""
+    told = f"there is no store {store}"
+    if is_planning:
+        return f"{told} yet, its capture is still planning: leave --no-follow out to wait for it"
+    if error := next(filter(None, errors), ""):
+        return f"{told}, its capture failed: {error}; start dflash capture again"
+    return f"{told}: write it with dflash capture; train follows it once that has begun"
 
 
 def _devices(text: str, share: bool) -> Devices:

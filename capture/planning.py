@@ -245,6 +245,7 @@ def _counted(
     for conversation in conversations:
         log.progress(dropped.num_rows, 0, "rows")
         yield conversation
+    log.progress(dropped.num_rows, dropped.num_rows, "rows")
 
 
 def _nearest(path: Path) -> Path:

@@ -5,6 +5,7 @@ Nothing heavy is imported before the function's own module.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import faulthandler
@@ -12,14 +13,15 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import from_dict
@@ -28,26 +30,26 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import end_status, new_status, write_status
 
 GRACE_S = 30.0
+# as a shell shows a process that SIGPIPE ended
+BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def main() -> NoReturn:
     """The task is one JSON line on stdin; stdin's end means that the parent is gone."""
+    codes: list[int] = []
+    # registered first, called last: after what the stage's modules registered
+    atexit.register(_end_at_once, codes)
     job = json.loads(_read_line(0))
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    code = call(job["entry"], from_dict(job["run"]), Place(**job["place"]), job["extra"])
-    sys.stdout.flush()
-    try:
-        sys.stderr.flush()
-    except OSError:
-        # a full disk takes no log; the interpreter would try again, and end with a code of its own
-        sys.stderr = None
-    sys.exit(code)
+    codes.append(call(job["entry"], from_dict(job["run"]), Place(**job["place"]), job["extra"]))
+    sys.exit(codes[0])
 
 
 def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
     """Call `module:function`; returns 0, 2 for UsageError, 1 for any other, 143 when told to stop.
 
-    The full traceback goes to stderr, which the launcher has pointed at the process's log.
+    141 where nobody reads its output any longer. The full traceback goes to stderr, which the
+    launcher has pointed at the process's log.
     """
     faulthandler.enable()
     for kind in (signal.SIGTERM, signal.SIGHUP):
@@ -57,19 +59,47 @@ def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
     try:
         write_status(place.log_dir, new_status(place.stage, place.rank, place.device))
         _load(entry)(run, place, extra)
+        sys.stdout.flush()
         state, code = "done", 0
     except KeyboardInterrupt:
         _log("stopped")
         state, code = "stopped", 143
     except BaseException as caught:
-        error = one_line(caught)
-        code = 2 if isinstance(caught, UsageError) else 1
-        # first of all: a full disk takes no traceback
-        _report(error)
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
+        if isinstance(caught, BrokenPipeError) and is_unread(sys.stdout):
+            state, code = "stopped", BROKEN_PIPE
+        else:
+            error = one_line(caught)
+            code = 2 if isinstance(caught, UsageError) else 1
+            # first of all: a full disk takes no traceback
+            _report(error)
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
     end_status(place.log_dir, place.stage, place.rank, state, error)
     return code
+
+
+def is_unread(stream: TextIO) -> bool:
+    """Whether a stream is a pipe that nobody reads any longer; what is left in it goes nowhere."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        return False
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+    return True
+
+
+def _end_at_once(codes: Sequence[int]) -> None:
+    """Leave out the interpreter's own end, which looks at all that the imports made.
+
+    It takes seconds with torch, and libraries bound by nanobind list each of their functions that
+    is left as leaked: hundreds of lines in the log, below the traceback that somebody looks for.
+    """
+    if codes:
+        with contextlib.suppress(OSError):
+            # a full disk takes no log
+            sys.stderr.flush()
+        os._exit(codes[0])
 
 
 def _load(entry: str) -> Callable[[Run, Place, dict[str, Any]], None]:

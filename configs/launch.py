@@ -21,13 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from dflash_pipeline.configs import refusal
+from dflash_pipeline.configs.child import BROKEN_PIPE
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices, device_name
 from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.screen import Lines, Screen
-from dflash_pipeline.configs.status import forget_ended, log_path
+from dflash_pipeline.configs.status import forget_ended, log_path, new_status, write_status
 
 GRACE_S = 30.0
 _CHILD = "from dflash_pipeline.configs.child import main; main()"
@@ -50,14 +52,19 @@ def launch(
     lines: where to show what they say; None: stdout. sees_gpus: a CPU process that itself runs
     commands on GPUs keeps them visible. beside: this is one of several launches in threads.
     per_process: devices that each process sees; all are shared out, or UsageError.
-    Returns 0, 2 when a process refused its task, 1 when one failed, 128 + n after signal n.
+    Returns 0, 2 when a process refused its task, 1 when one failed, 128 + n after signal n; 141
+    when nobody reads their output any longer. A refused task leaves no trace, but in a sweep.
     The function is called as `function(run, place, extra)`; `extra` is plain data.
     """
     groups = grouped(devices, per_process)
     screen = Screen(lines or sys.stdout, stage, len(groups))
     rendezvous = f"tcp://127.0.0.1:{_free_port()}"
+    before = refusal.before(log_dir, stage)
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     forget_ended(log_dir, stage)
+    for rank in range(len(groups)):
+        # a trainer that is started now must see that a capture is at work
+        write_status(log_dir, new_status(stage, rank, devices.kind))
     children: list[_Child] = []
     own = noted_signals() if beside is None else contextlib.nullcontext(beside.signals)
     num_launches = 1 if beside is None else beside.num_launches
@@ -77,7 +84,12 @@ def launch(
     if signals:
         return 128 + signals[0]
     codes = [child.code for child in children]
-    return 2 if 2 in codes else int(any(codes))
+    if 2 in codes and beside is None:
+        # a sweep reads there why a variant was refused
+        before.restore()
+    if 2 in codes:
+        return 2
+    return BROKEN_PIPE if BROKEN_PIPE in codes else int(any(codes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +264,8 @@ def _watch(
 
 def _explain(child: _Child, screen: Screen) -> None:
     place, text = child.place, child.error
+    if child.code == BROKEN_PIPE:
+        return
     if not text and child.code < 0:
         name = signal.Signals(-child.code).name
         text = f"the process was ended by {name}"
@@ -263,7 +277,9 @@ def _explain(child: _Child, screen: Screen) -> None:
     who = f"rank {place.rank}, " if place.world > 1 else ""
     text = text or f"exit code {child.code}"
     screen.close()
-    sys.stderr.write(f"error: {text} ({who}log: {log})\n")
+    # a refusal says all there is to know; its log goes
+    where = "" if child.code == 2 else f" ({who}log: {log})"
+    sys.stderr.write(f"error: {text}{where}\n")
     sys.stderr.flush()
 
 

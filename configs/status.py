@@ -23,7 +23,9 @@ class Status:
     pid: int = 0
     host: str = ""
     started_at: float = 0.0
-    """When this process began, as the kernel counts it; tells a reused process id apart."""
+    """When this process began."""
+    start_ticks: float = 0.0
+    """The kernel's count of that moment; tells a reused process id apart."""
     time: float = 0.0
     """When this was written."""
     device: str = ""
@@ -54,7 +56,7 @@ class Status:
             return False
         if self.host != socket.gethostname():
             return time.time() - self.time < 60
-        return process_start(self.pid) == self.started_at
+        return process_start(self.pid) == self.start_ticks
 
 
 def process_start(pid: int) -> float:
@@ -89,7 +91,8 @@ def new_status(stage: str, rank: int, device: str) -> Status:
         rank=rank,
         pid=os.getpid(),
         host=socket.gethostname(),
-        started_at=process_start(os.getpid()),
+        started_at=time.time() - process_age_s(),
+        start_ticks=process_start(os.getpid()),
         device=device,
     )
 
@@ -127,12 +130,16 @@ def end_status(log_dir: str, stage: str, rank: int, state: str, error: str) -> N
         write_status(log_dir, status)
 
 
+def places_of(directory: Path) -> list[Path]:
+    """Where the statuses of a run, a store, an answer file, or a log directory stand."""
+    return [directory, directory / "logs", directory.with_name(directory.name + ".logs")]
+
+
 def find_statuses(directory: Path) -> list[Status]:
     """Every status of a run: of a run directory, a store, an answer file, or a log directory."""
-    places = [directory, directory / "logs", directory.with_name(directory.name + ".logs")]
     found = [
         status
-        for place in places
+        for place in places_of(directory)
         for path in sorted(place.glob("*.status.json"))
         if (status := read_status(path)) is not None
     ]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_pipeline.configs import child, gpus
+from dflash_pipeline.configs import child, gpus, refusal
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.launch import place_of
 from dflash_pipeline.configs.schema import Run
@@ -41,6 +41,7 @@ def run_rank(
             )
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus.device_name(devices.ids[local_rank])
     place = place_of(devices.kind, world, rank, stage, log_dir, "env://", 1)
+    before = refusal.before(log_dir, stage, rank)
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     log = log_path(log_dir, stage, rank)
     sys.stderr.flush()
@@ -56,5 +57,9 @@ def run_rank(
     if code in (1, 2):
         ended = read_status(status_path(log_dir, stage, rank))
         error = ended.error if ended else f"exit code {code}"
-        sys.stderr.write(f"error: {error} (rank {rank}, log: {log})\n")
+        # a refusal says all there is to know; its log goes
+        where = f"rank {rank}" if code == 2 else f"rank {rank}, log: {log}"
+        sys.stderr.write(f"error: {error} ({where})\n")
+    if code == 2:
+        before.restore()
     return code

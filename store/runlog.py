@@ -49,6 +49,7 @@ class RunLog:
         """One line for the person at the terminal, also kept in the log."""
         with self._lock:
             self._status.text = self._said = text
+            write_status(self._place.log_dir, self._status)
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             path = log_path(self._place.log_dir, self._place.stage, self._place.rank)
             with path.open("a") as log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -41,6 +42,9 @@ def stage(name):
         os.write(descriptor, (json.dumps(line) + "\\n").encode())
         if os.environ.get("FAILS") == name:
             raise ValueError("it did not work")
+        if os.environ.get("REFUSES") == name:
+            from dflash_pipeline.configs.errors import UsageError
+            raise UsageError("not so")
         if extra.get("json"):
             print('{"clean": true}')
     return note
@@ -100,6 +104,7 @@ def type_line(
     # before what is there, which may name the tree under test
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("dflash_pipeline.cli.APPEAR_S", 0.0)
     monkeypatch.chdir(tmp_path / "home")
     for name in ("hs", "x"):
         Path(name).mkdir()
@@ -161,11 +166,37 @@ def test_a_trainer_waits_for_the_plan_of_a_capture_that_lives(
 ) -> None:
     status = new_status("plan", 0, "cpu")
     write_status("new.logs", status)
-    assert type_line("dflash train --gpus cpu --store new --no-follow").code == 2
+    ended = type_line("dflash train --gpus cpu --store new --no-follow")
+    assert (ended.code, "its capture is still planning" in ended.err) == (2, True)
     threading.Timer(0.5, Path("new").mkdir).start()
     ended = type_line("dflash train --gpus cpu --store new")
     assert ended.code == 0, ended.err
     assert "waiting until the capture into new has made its plan" in ended.out
+
+
+def test_a_trainer_waits_a_moment_for_a_capture_that_was_started_with_it(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_pipeline.cli.APPEAR_S", 60.0)
+    planning = new_status("plan", 0, "cpu")
+    threading.Timer(0.3, write_status, ("new.logs", planning)).start()
+    threading.Timer(1.0, Path("new").mkdir).start()
+    ended = type_line("dflash train --gpus cpu --store new")
+    assert ended.code == 0, ended.err
+    nothing, found = ended.out.splitlines()[:2]
+    assert nothing == "train: there is no store new, waiting 60 s for its capture"
+    assert found == "train: waiting until the capture into new has made its plan"
+
+
+def test_a_trainer_says_why_the_capture_that_it_would_follow_failed(
+    type_line: Callable[..., Ended],
+) -> None:
+    status = new_status("plan", 0, "cpu")
+    status.state, status.error = "failed", "no space"
+    write_status("new.logs", status)
+    ended = type_line("dflash train --gpus cpu --store new")
+    assert ended.code == 2
+    assert "there is no store new, its capture failed: no space; start dflash" in ended.err
 
 
 def test_both_stages_meet_on_one_gpu_only_by_share_gpu(
@@ -427,7 +458,7 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash trian", "No such command 'trian'"),
         ("dflash capture --overlong cut", "'cut' is not one of 'truncate', 'drop'"),
         ("dflash train --epochs many", "'many' is not a valid integer"),
-        ("dflash status nowhere", "no run has left its status here"),
+        ("dflash status nowhere", "nowhere: no run has left its status; looked in"),
         ("dflash eval", "what eval.drafter is: give --drafter CHECKPOINT"),
     ],
 )
@@ -517,7 +548,7 @@ def test_status_tells_a_dead_process_from_a_living_one(type_line: Callable[..., 
     alive, dead = new_status("train", 0, "cpu"), new_status("train", 1, "cpu")
     alive.state = dead.state = "running"
     alive.done, alive.total, alive.unit = 5, 10, "steps"
-    dead.started_at -= 1
+    dead.start_ticks -= 1
     for status in (alive, dead):
         write_status("run/logs", status)
     out = type_line("dflash status run").out
@@ -526,11 +557,71 @@ def test_status_tells_a_dead_process_from_a_living_one(type_line: Callable[..., 
     assert "train-1  dead, was running" in out
     listed = json.loads(type_line("dflash status run --json").out)
     assert [one["alive"] for one in listed] == [True, False]
-    assert out.splitlines()[-1].startswith("to go on, run the same command again")
+    assert out.splitlines()[-1].startswith("once the others have ended, run the same command again")
+    dead.state = "done"
+    write_status("run/logs", dead)
+    assert type_line("dflash status run").last_line == "1 of 2 at work: nothing to do"
+    alive.state, dead.state = "done", "stopped"
+    for status in (alive, dead):
+        write_status("run/logs", status)
+    assert type_line("dflash status run").last_line.startswith("to go on, run the same command")
     for status in (alive, dead):
         status.state = "done"
         write_status("run/logs", status)
     assert type_line("dflash status run").last_line == "all of them are done"
+
+
+def test_status_of_a_store_that_lost_shards_since_says_so(type_line: Callable[..., Ended]) -> None:
+    status = new_status("capture", 0, "cpu")
+    status.state = "done"
+    write_status("hs.logs", status)
+    Path("hs/zarr.json").touch()
+    ended = type_line("dflash status hs")
+    assert ended.last_line.startswith("hs lacks shards, as after a repair: to go on, run its")
+    Path("hs/commit_sealed/c").mkdir(parents=True)
+    Path("hs/commit_sealed/c/0").touch()
+    assert type_line("dflash status hs").last_line == "all of them are done"
+
+
+def test_status_names_the_places_where_it_looked(
+    type_line: Callable[..., Ended], tmp_path: Path
+) -> None:
+    error = type_line("dflash status .").err
+    assert error.rstrip().endswith(f"{tmp_path}/home, {tmp_path}/home/logs, {tmp_path}/home.logs")
+
+
+def test_a_refused_capture_on_one_device_leaves_the_status_of_the_plan_before(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _ready_file()
+    assert type_line("dflash capture --gpus cpu:2").code == 0
+    monkeypatch.setenv("REFUSES", "capture.planning")
+    for gpus in ("cpu", "cpu:2"):
+        assert type_line(f"dflash capture --gpus {gpus}").code == 2
+        said = type_line("dflash status hs").out
+        assert [line.split()[:2] for line in said.splitlines()[:3]] == [
+            ["capture-0", "done"],
+            ["capture-1", "done"],
+            ["plan-0", "done"],
+        ]
+
+
+@pytest.mark.parametrize("line", ["dflash inspect hs", "dflash config toy", "dflash --help"])
+def test_a_pipe_that_nobody_reads_any_longer_ends_a_line_silently(
+    line: str, type_line: Callable[..., Ended], tmp_path: Path
+) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    code = "import sys; from dflash_pipeline.cli import main; main(sys.argv[1:])"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *line.split()[1:]],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"CALLS": str(tmp_path / "calls")},
+        check=False,
+    )
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_config_prints_a_file_that_it_reads_back_to_itself(type_line: Callable[..., Ended]) -> None:

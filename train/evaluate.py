@@ -61,7 +61,7 @@ from dflash_pipeline.train.report import (
 )
 from dflash_pipeline.train.sampling import Draws, Sampling
 from dflash_pipeline.train.shape import DrafterShape
-from dflash_pipeline.train.tally import Answer
+from dflash_pipeline.train.tally import Answer, Tally
 
 # of the rehearsal: more than one cycle over a short prompt
 _TRIAL_PROMPTS, _TRIAL_PROMPT_TOKENS, _TRIAL_TOKENS = 2, 16, 4
@@ -208,9 +208,10 @@ def _decoded(
         answer_all(_tasks(batches[0], opened.device, run.eval.seed, _TRIAL_TOKENS))
     total, num_done = len(opened.prompts) * len(rounds), 0
     plain, plain_pace = dict[str, Answer](), Pace(tokens={}, seconds={})
-    arms, mismatches = dict[str, Arm](), list[Mismatch]()
+    arms, taus, mismatches = dict[str, Arm](), dict[str, float](), list[Mismatch]()
     for name, answer_all in rounds.items():
         seconds, prompts = defaultdict[str, float](float), list[Scored]()
+        pooled = Tally(num_drafts=num_drafts)
         for batch in batches:
             # plain decoding has numbers of its own: its answers are no copies of an arm's
             seed = run.eval.seed if name != PLAIN else ~run.eval.seed
@@ -221,13 +222,16 @@ def _decoded(
             for prompt, answer in zip(batch, answers, strict=True):
                 found = scored(prompt.key, prompt.domain, [answer], num_drafts)
                 prompts.append(found)
+                pooled.merge(found.whole)
                 if name == PLAIN:
                     plain[prompt.key] = answer
                 elif sampling.is_greedy:
                     mismatches += _mismatches(name, prompt.key, plain[prompt.key], answer)
             seconds[prompts[-1].domain] += elapsed_s
             num_done += len(batch)
-            log.progress(num_done, total, "answers")
+            if name != PLAIN:
+                taus[f"tau_{name}"] = pooled.tau
+            log.progress(num_done, total, "answers", **taus)
         pace = Pace(tokens=_tokens(prompts), seconds=seconds)
         if name == PLAIN:
             plain_pace = pace
@@ -292,16 +296,19 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
         LOOKUP: lambda index: replayed_lookup(store, index, num_drafts, ngram, cut),
     }
     num_samples = sum(len(indices) for indices in samples.values())
-    arms, num_done = dict[str, Arm](), 0
+    arms, taus, num_done = dict[str, Arm](), dict[str, float](), 0
     for name, runner in runners.items():
         prompts, seconds = list[Scored](), defaultdict[str, float](float)
+        pooled = Tally(num_drafts=num_drafts)
         for domain, indices in sorted(samples.items()):
             began = time.perf_counter()
             for index in indices:
                 key = store.table.key(index)
                 prompts.append(scored(key, domain, runner(index), num_drafts))
                 num_done += 1
-                log.progress(num_done, num_samples * len(runners), "samples")
+                pooled.merge(prompts[-1].whole)
+                taus[f"tau_{name}"] = pooled.tau
+                log.progress(num_done, num_samples * len(runners), "samples", **taus)
             seconds[prompts[-1].domain] = time.perf_counter() - began
         arms[name] = Arm(prompts=prompts, pace=Pace(tokens=_tokens(prompts), seconds=seconds))
     return Report(

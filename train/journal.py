@@ -140,7 +140,7 @@ class Journal:
             "tokens_per_s": num_tokens / elapsed_s,
             "draft_rows_per_s": num_blocks * (len(summary.accuracy_by_slot) + 1) / elapsed_s,
             "samples_per_s": num_samples / elapsed_s,
-            "wait_share": wait_s / self._group.world / elapsed_s,
+            "wait_share": round(wait_s / self._group.world / elapsed_s, 4),
             "memory_gib": gib(used.peak),
             "reserved_memory_gib": gib(used.reserved),
             "host_memory_gib": gib(used.host_peak),

@@ -318,7 +318,9 @@ def test_a_batch_tells_how_many_tokens_it_has_while_it_is_under_way(
     monkeypatch.setattr("dflash_pipeline.capture.answerer.TELL_EVERY_S", 0.0)
     told: list[tuple[float, float]] = []
     monkeypatch.setattr(
-        RunLog, "progress", lambda _log, done, _all, _unit, tokens: told.append((done, tokens))
+        RunLog,
+        "progress",
+        lambda _log, done, _all, _unit, tokens_written: told.append((done, tokens_written)),
     )
     generate.main(run_of(tmp_path, target, batch_size=NUM_PROMPTS), place_of(tmp_path), {})
     assert told[0] == (0, 0)

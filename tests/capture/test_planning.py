@@ -27,6 +27,7 @@ from dflash_pipeline.configs.schema import (
     StoreConfig,
     TargetConfig,
 )
+from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.table import HELD_OUT
 from places import cpu_place
@@ -89,6 +90,11 @@ def planned(run: Run, tmp_path: Path, *, only_count: bool = False) -> str:
     place = cpu_place(tmp_path / "logs", "plan")
     planning.main(run, place, {"kind": "cpu", "num_workers": 1, "only_count": only_count})
     return (tmp_path / "logs" / "plan-0.log").read_text()
+
+
+def test_the_status_tells_how_many_rows_were_read(planned_run: Run) -> None:
+    (told,) = find_statuses(Path(planned_run.store.path).parent / "logs")
+    assert (told.done, told.total, told.unit) == (NUM_ROWS, NUM_ROWS, "rows")
 
 
 def with_data(run: Run, **changes: Any) -> Run:

@@ -47,6 +47,24 @@ def wait(run, place, extra):
 def refuse(run, place, extra):
     raise UsageError("no such model")
 
+def prints(run, place, extra):
+    for _ in range(100000):
+        print("line")
+
+def says(run, place, extra):
+    log = RunLog(place)
+    for _ in range(100000):
+        log.say("line")
+
+class Held:
+    def __del__(self):
+        os.write(2, b"leaked 1 function\\n")
+
+def tears_down(run, place, extra):
+    import atexit
+    atexit.register(os.write, 2, b"registered by a library for the end\\n")
+    sys.held = Held()
+
 def killed(run, place, extra):
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -68,7 +68,74 @@ def test_a_usage_error_of_a_stage_is_exit_code_2(
 ) -> None:
     one = Devices("cpu", (0,))
     assert launch(f"{stages}:refuse", Run(), one, "export", str(tmp_path), {}) == 2
-    assert capfd.readouterr().err.startswith("error: no such model (log: ")
+    assert capfd.readouterr().err == "error: no such model\n"
+
+
+def test_a_refusal_leaves_no_trace_and_how_earlier_work_ended_is_told_as_before(
+    stages: str, tmp_path: Path
+) -> None:
+    logs = tmp_path / "run" / "logs"
+    assert launch(f"{stages}:refuse", Run(), TWO, "train", str(logs), {}) == 2
+    assert not logs.parent.exists()
+    assert launch(f"{stages}:work", Run(), TWO, "train", str(logs), {}) == 0
+    done = find_statuses(logs)
+    assert launch(f"{stages}:refuse", Run(), Devices("cpu", (0,)), "train", str(logs), {}) == 2
+    assert find_statuses(logs) == done
+    assert [one.state for one in done] == ["done", "done"]
+    # a failure is news, of another stage it is none
+    assert launch(f"{stages}:disk_full", Run(), Devices("cpu", (0,)), "eval", str(logs), {}) == 1
+    assert [one.state for one in find_statuses(logs)] == ["failed", "done", "done"]
+
+
+def test_a_stage_is_seen_at_work_before_its_process_has_said_so(
+    stages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def started(*arguments: object) -> object:
+        seen.append(all(one.is_alive for one in find_statuses(tmp_path)))
+        return child(*arguments)
+
+    child = launcher._Child
+    monkeypatch.setattr(launcher, "_Child", started)
+    assert launch(f"{stages}:work", Run(), TWO, "capture", str(tmp_path), {}) == 0
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("words", ["prints", "says"])
+def test_output_that_nobody_reads_any_longer_ends_a_command_silently(
+    words: str, stages: str, tmp_path: Path
+) -> None:
+    code = (
+        "import sys\n"
+        "from dflash_pipeline.configs.gpus import Devices\n"
+        "from dflash_pipeline.configs.launch import launch\n"
+        "from dflash_pipeline.configs.schema import Run\n"
+        f"sys.exit(launch('{stages}:{words}', Run(), Devices('cpu', (0,)), 'inspect', "
+        f"{str(tmp_path)!r}, {{}}))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "line\n"
+        parent.stdout.close()
+        assert parent.stderr is not None
+        error = parent.stderr.read()
+    if words == "prints":
+        assert (parent.returncode, error) == (141, "")
+        assert "Traceback" not in (tmp_path / "inspect-0.log").read_text()
+    else:
+        # the launcher's own writing: what to make of it is the command line's
+        assert error.strip().splitlines()[-1].startswith("BrokenPipeError")
+
+
+def test_the_log_ends_with_what_was_said_last(stages: str, tmp_path: Path) -> None:
+    """Libraries bound by nanobind list all they hold where an interpreter tears itself down."""
+    one = Devices("cpu", (0,))
+    assert launch(f"{stages}:tears_down", Run(), one, "capture", str(tmp_path), {}) == 0
+    last = (tmp_path / "capture-0.log").read_text().splitlines()[-1]
+    assert last == "registered by a library for the end"
 
 
 def test_a_process_that_the_kernel_ends_is_explained(

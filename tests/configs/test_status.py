@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from dflash_pipeline.configs.status import (
@@ -32,9 +33,16 @@ def test_a_living_process_is_alive_and_a_dead_one_is_not(tmp_path: Path) -> None
 
 def test_a_reused_process_id_is_not_taken_for_the_process(tmp_path: Path) -> None:
     status = new_status("train", 0, "cpu")
-    status.started_at -= 1
+    status.start_ticks -= 1
     assert status.pid == os.getpid()
     assert not status.is_alive
+
+
+def test_its_times_are_seconds_since_1970(tmp_path: Path) -> None:
+    status = new_status("train", 0, "cpu")
+    write_status(str(tmp_path), status)
+    assert 0 <= status.time - status.started_at < 3600
+    assert abs(time.time() - status.time) < 60
 
 
 def test_the_end_keeps_what_was_counted(tmp_path: Path) -> None:

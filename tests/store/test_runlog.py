@@ -82,6 +82,9 @@ def test_the_status_file_follows(place: Place, monkeypatch: pytest.MonkeyPatch) 
     assert [(one.state, one.text) for one in find_statuses(logs)] == [("waiting", "for room")]
     log.progress(3, 8, "steps")
     assert [(one.state, one.text) for one in find_statuses(logs)] == [("running", "planned")]
+    # nothing is told after the last line of a process
+    log.say("trained")
+    assert [one.text for one in find_statuses(logs)] == ["trained"]
 
 
 def test_what_was_done_before_this_process_is_not_in_its_rate(place: Place) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, Run, StoreConfig
+from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store.calibration import Calibrated
 from dflash_pipeline.store.rows import encode
 from dflash_pipeline.store.table import HELD_OUT, TRAIN
@@ -194,6 +195,9 @@ def test_three_arms_are_measured_and_compared_with_plain_decoding(
         # no 4-gram comes twice in counting
         assert pooled["loop_free_kept"] == pooled["kept"]
         assert pooled["gain"] > 0
+    # what is shown as progress names each arm, pooled over domains
+    (told,) = find_statuses(Path(place.log_dir))
+    assert told.numbers == {f"tau_{n}": a["all"]["tau"] for n, a in results["arms"].items()}
     output = capsys.readouterr().out
     assert "outputs identical to plain greedy decoding: yes" in output
     assert "not used: 2 x tool turn" in output
