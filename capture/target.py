@@ -7,6 +7,7 @@ layers are read by hooks on the layers themselves and `last` is what the backbon
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,27 @@ NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm
 def compute_dtype(name: str, kind: str) -> torch.dtype:
     """`target.dtype` as a type."""
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name(name, kind)]
+
+
+def slow_fallback(files: TargetFiles, kind: str) -> str:
+    """What transformers computes slowly here because a package is missing; empty: nothing."""
+    kinds = files.text_config.get("layer_types") or []
+    num_linear = sum(one == "linear_attention" for one in kinds)
+    missing = [
+        package
+        for module, package in (
+            ("fla", "flash-linear-attention"),
+            ("causal_conv1d", "causal-conv1d"),
+        )
+        if importlib.util.find_spec(module) is None
+    ]
+    if kind != "cuda" or not num_linear or not missing:
+        return ""
+    return (
+        f"slow: {num_linear} of {len(kinds)} layers are linear attention, and without "
+        f"{' and '.join(missing)} transformers computes them step by step in plain torch: pip "
+        f"install {' '.join(missing)}"
+    )
 
 
 class Target:

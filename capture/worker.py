@@ -25,7 +25,7 @@ from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.offload import Offload, Parcel
 from dflash_pipeline.capture.pack import bad_sequences
 from dflash_pipeline.capture.stop import Stop
-from dflash_pipeline.capture.target import Target, compute_dtype
+from dflash_pipeline.capture.target import Target, compute_dtype, slow_fallback
 from dflash_pipeline.capture.warmup import largest_batch, planned_shapes, warm_up
 from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.errors import UsageError
@@ -78,6 +78,8 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     if not store.is_complete:
         with explained_start(place):
             target = load_target(run, place, store)
+        if slow := slow_fallback(resolve(run.target), place.kind):
+            log.say(slow)
         warm_up(target, planned_shapes(store))
         where = target.spread or f"on {place.device}"
         log.say(f"{run.target.id} is ready {where} ({target.dtype})")

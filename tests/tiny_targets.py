@@ -76,6 +76,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+FAMILIES["qwen3_5_moe"] = ("Qwen3_5MoeTextConfig", {**FAMILIES["qwen3_5"][1], **_EXPERTS})
+# as the hub has them: the text model's configuration inside that of a vision model
+NESTED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_5_nested": (
+        "Qwen3_5Config",
+        "qwen3_5",
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+    ),
+    "qwen3_5_moe_nested": (
+        "Qwen3_5MoeConfig",
+        "qwen3_5_moe",
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+    ),
+    "gemma3_nested": (
+        "Gemma3Config",
+        "gemma3",
+        {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
+}
+EVERY_FAMILY = (*FAMILIES, *NESTED)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -92,12 +125,33 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
+def tiny_config(family: str, **changes: Any) -> transformers.PretrainedConfig:
+    """The configuration of the family's tiny model; changes go to its text model."""
+    if family in NESTED:
+        class_name, inner, vision = NESTED[family]
+        values: dict[str, Any] = {
+            # Gemma 3's checkpoints cap no logits, and its whole model knows no cap
+            "text_config": tiny_config(
+                inner, **{"final_logit_softcapping": None, **changes}
+            ).to_dict(),
+            "vision_config": vision,
+            "tie_word_embeddings": False,
+        }
+    else:
+        class_name, differences = FAMILIES[family]
+        values = {**_COMMON, **differences, **changes}
+    config: transformers.PretrainedConfig = getattr(transformers, class_name)(**values)
+    return config
+
+
 def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
     """A random causal language model of the family, fp32, the same each time."""
-    class_name, differences = FAMILIES[family]
-    config = getattr(transformers, class_name)(**{**_COMMON, **differences, **changes})
+    config = tiny_config(family, **changes)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # the checkpoint of a nested one is that of the whole model, vision tower and all
+    kind = transformers.AutoModelForImageTextToText
+    loader = kind if family in NESTED else transformers.AutoModelForCausalLM
+    model = loader.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

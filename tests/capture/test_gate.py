@@ -17,6 +17,7 @@ from dflash_pipeline.store.calibration import Calibrated, calibrate
 from dflash_pipeline.store.rows import decode, encode
 from dflash_pipeline.store.spec import FORMAT, StoreSpec
 from dflash_pipeline.store.table import teacher_positions
+from tiny_targets import EVERY_FAMILY
 
 LAYER_IDS = (0, 2, 4)
 LENGTHS = (21, 9)
@@ -106,7 +107,7 @@ def target(make_model: Callable[..., PreTrainedModel]) -> Target:
     return Target(make_model("qwen3"), LAYER_IDS)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "gemma3", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_a_true_capture_passes_and_every_fault_was_seen_to_fail(
     family: str, make_model: Callable[..., PreTrainedModel]
 ) -> None:

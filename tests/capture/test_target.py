@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from dflash_pipeline.capture.model import resolve
-from dflash_pipeline.capture.target import Target, compute_dtype
+from dflash_pipeline.capture.model import embedding_and_head, resolve
+from dflash_pipeline.capture.target import Target, compute_dtype, slow_fallback
 from dflash_pipeline.configs.schema import TargetConfig
+from tiny_targets import EVERY_FAMILY
 
-FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe", "gemma3", "gpt_oss", "qwen3_5")
 LAYER_IDS = (0, 2, 4)
 LENGTHS = (5, 23, 12)
 
@@ -23,7 +23,7 @@ def _ids(lengths: tuple[int, ...], vocab_size: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_captured_states_are_the_familys_own_for_padded_and_lone_rows(
     family: str, make_model: Callable[..., PreTrainedModel]
 ) -> None:
@@ -100,6 +100,60 @@ def test_a_model_without_decoder_layers_is_refused_by_name(
     model.config.num_hidden_layers = 5
     with pytest.raises(ValueError, match="Qwen3ForCausalLM: expected one list of 5 decoder layers"):
         Target(model, (1,))
+
+
+def test_a_family_whose_final_norm_is_not_known_is_refused_by_name() -> None:
+    import transformers
+
+    config = transformers.MambaConfig(
+        vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="MambaModel: no final norm under one of"):
+        Target(model, (0,))
+
+
+def test_a_model_without_a_linear_head_is_refused_by_name(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = make_model("qwen3")
+    model.lm_head = torch.nn.Identity()
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no linear head"):
+        Target(model, (1,))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_nested", "qwen3_5_moe_nested", "gemma3_nested"])
+def test_a_checkpoint_with_a_nested_text_model_is_read_from_its_files(
+    family: str, make_model: Callable[..., PreTrainedModel], make_target_dir: Callable[..., Path]
+) -> None:
+    files = resolve(TargetConfig(id=str(make_target_dir(family))))
+    assert files.num_layers == 6
+    target = Target.load(files, LAYER_IDS, "cpu", torch.float32)
+    whole = make_model(family)
+    ids_BT = torch.arange(20).reshape(2, 10)
+    hidden_KBTH, last_BTH = target.forward(ids_BT)
+    with torch.no_grad():
+        truth = whole(ids_BT, output_hidden_states=True, use_cache=False)
+    for place, layer_id in enumerate(LAYER_IDS):
+        torch.testing.assert_close(hidden_KBTH[place], truth.hidden_states[layer_id + 1])
+    torch.testing.assert_close(last_BTH, truth.hidden_states[-1])
+    embed_VH, head_VH = embedding_and_head(files)
+    assert (embed_VH.shape, head_VH is None) == ((272, 32), files.is_tied)
+
+
+def test_linear_attention_without_its_kernels_is_said(
+    make_target_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid, plain = (
+        resolve(TargetConfig(id=str(make_target_dir(family))))
+        for family in ("qwen3_5_nested", "qwen3")
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert "4 of 6 layers are linear attention" in slow_fallback(hybrid, "cuda")
+    assert "flash-linear-attention" in slow_fallback(hybrid, "cuda")
+    assert slow_fallback(hybrid, "cpu") == slow_fallback(plain, "cuda") == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert slow_fallback(hybrid, "cuda") == ""
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(target_dir: Path, tmp_path: Path) -> None:

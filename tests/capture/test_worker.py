@@ -194,6 +194,17 @@ def test_a_store_without_last_is_captured(folder: Path, target_dir: Path) -> Non
     assert open_store(run.store.path).sample(3).last_MH is None
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_nested", "qwen3_moe", "gpt_oss"])
+def test_other_families_pass_gate_and_verify_too(
+    family: str, folder: Path, make_target_dir: Callable[..., Path]
+) -> None:
+    run = _run(make_target_dir(family), folder / f"cpu-{family}")
+    _plan(run)
+    _capture(run)
+    assert verify(run.store.path, deep=True).problems == []
+    assert open_store(run.store.path).readable_N.all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_5"])
