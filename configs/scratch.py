@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from dflash_pipeline.configs.errors import UsageError
+
 
 @contextlib.contextmanager
 def scratch(name: str, parent: Path | None = None) -> Iterator[Path]:
@@ -33,12 +35,21 @@ def scratch(name: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def _made(prefix: str, parent: Path) -> tuple[Path, int]:
+    """UsageError where the file system knows no locks."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with contextlib.suppress(OSError):
+        # a sweep may come in between and take the directory for one left behind
+        with contextlib.suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
-            # waits out a sweep that came in between and took the directory for one left behind
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            except OSError as error:
+                os.close(lock)
+                path.rmdir()
+                raise UsageError(
+                    f"{parent} is on a file system without locks ({error.strerror}), which a "
+                    "temporary directory needs: set TMPDIR to another"
+                ) from None
             if path.is_dir():
                 return path, lock
             os.close(lock)

@@ -50,8 +50,8 @@ class Consumer:
 def consumers_document(layout: Layout) -> Document:
     """The array's document."""
     end = _ABOUT_BYTES + len(layout.shard_ids())
-    fields = {"about": [0, _ABOUT_BYTES], "used": [_ABOUT_BYTES, end], "crc": [end, end + 4]}
     width = end + _CRC_BYTES
+    fields = {"about": [0, _ABOUT_BYTES], "used": [_ABOUT_BYTES, end], "crc": [end, width]}
     codec = {"name": "bytes"}
     shape, chunk, dims = (NUM_SLOTS, width), (1, width), ("consumer", "byte")
     return array("uint8", shape, chunk, [codec], dims, {"fields": fields})

@@ -2,7 +2,7 @@
 
 On CUDA one kernel, on the CPU numpy; both give the values of `store.quantise.decode`.
 
-Letters: N rows, K layers, R bytes of a row, H hidden, k kept channels, O outputs of a weight.
+Letters: N rows, K layers, Z bytes of a stored row, H hidden, k kept channels, O outputs.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class Dequantiser:
         self.kept_Kk = torch.from_numpy(np.stack([e.kept_k for e in calibrations])).to(device)
 
     @torch.no_grad()
-    def decode(self, rows_NKR: torch.Tensor, feature_NKH: torch.Tensor) -> None:
+    def decode(self, rows_NKZ: torch.Tensor, feature_NKH: torch.Tensor) -> None:
         """Write the features (bf16 or fp32) of the rows, on the current stream."""
-        self._decode(rows_NKR, feature_NKH, None)
+        self._decode(rows_NKZ, feature_NKH, None)
 
     @torch.no_grad()
     def decode_rotated(
-        self, rows_NKR: torch.Tensor, rotated_NKH: torch.Tensor, kept_NKk: torch.Tensor
+        self, rows_NKZ: torch.Tensor, rotated_NKH: torch.Tensor, kept_NKk: torch.Tensor
     ) -> None:
         """Write the rotated inliers and the kept values, for weights that `fold` returned."""
-        self._decode(rows_NKR, rotated_NKH, kept_NKk)
+        self._decode(rows_NKZ, rotated_NKH, kept_NKk)
 
     def _decode(
-        self, rows_NKR: torch.Tensor, feature_NKH: torch.Tensor, kept_NKk: torch.Tensor | None
+        self, rows_NKZ: torch.Tensor, feature_NKH: torch.Tensor, kept_NKk: torch.Tensor | None
     ) -> None:
-        if not len(rows_NKR):
+        if not len(rows_NKZ):
             return
-        if rows_NKR.is_cuda:
+        if rows_NKZ.is_cuda:
             # triton has no build for each platform that has a CPU
             from dflash_pipeline.train.dequantise_kernel import launch_decode
 
             launch_decode(
-                rows_NKR,
+                rows_NKZ,
                 self.centre_KH,
                 self.kept_Kk,
                 feature_NKH,
@@ -58,11 +58,11 @@ class Dequantiser:
             )
             return
         for place, calibration in enumerate(self._calibrations):
-            rows_NR = rows_NKR[:, place].numpy()
+            rows_NZ = rows_NKZ[:, place].numpy()
             if kept_NKk is None:
-                feature_NKH[:, place] = torch.from_numpy(decode(rows_NR, calibration))
+                feature_NKH[:, place] = torch.from_numpy(decode(rows_NZ, calibration))
                 continue
-            rotated_NH, kept_Nk = decode_rotated(rows_NR, calibration)
+            rotated_NH, kept_Nk = decode_rotated(rows_NZ, calibration)
             feature_NKH[:, place] = torch.from_numpy(rotated_NH)
             kept_NKk[:, place] = torch.from_numpy(kept_Nk)
 

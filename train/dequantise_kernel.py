@@ -3,7 +3,7 @@
 The truth is `store.quantise.decode`: the same float32 operations in the same order, so that float32
 features are equal to the last bit, and bf16 ones are those rounded to nearest even.
 
-Letters: N rows, K layers, H hidden, P = H rounded up to a power of two, R bytes of a row.
+Letters: N rows, K layers, H hidden, P = H rounded up to a power of two, Z bytes of a stored row.
 """
 
 # mypy: allow-untyped-decorators
@@ -68,7 +68,7 @@ def _store(target: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
 
 @triton.jit(do_not_specialize=["num_layers"])
 def decode_kernel(
-    rows_NKR: tl.tensor,
+    rows_NKZ: tl.tensor,
     centre_KH: tl.tensor,
     kept_Kk: tl.tensor,
     feature_NKH: tl.tensor,
@@ -84,7 +84,7 @@ def decode_kernel(
     SCALES: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     KEPT: tl.constexpr,
-    R: tl.constexpr,
+    Z: tl.constexpr,
     ROTATED: tl.constexpr,
 ) -> None:
     """Read record `program_id(0)`; SCALES, ROW_SCALE and KEPT are byte offsets in it.
@@ -93,7 +93,7 @@ def decode_kernel(
     """
     place = tl.program_id(0).to(tl.int64)
     layer = place % num_layers
-    record = rows_NKR + place * R
+    record = rows_NKZ + place * Z
     byte = tl.arange(0, 4)
     scale_bytes = tl.load(record + ROW_SCALE + byte).to(tl.int32) << (8 * byte)
     # the four bytes share no bit, so their sum is their union
@@ -132,7 +132,7 @@ def decode_kernel(
 
 
 def launch_decode(
-    rows_NKR: torch.Tensor,
+    rows_NKZ: torch.Tensor,
     centre_KH: torch.Tensor,
     kept_Kk: torch.Tensor,
     feature_NKH: torch.Tensor,
@@ -145,13 +145,13 @@ def launch_decode(
     """
     constants = decode_constants(calibration)
     kept_out = feature_NKH if kept_NKk is None else kept_NKk
-    decode_kernel[(rows_NKR.shape[0] * rows_NKR.shape[1],)](
-        rows_NKR,
+    decode_kernel[(rows_NKZ.shape[0] * rows_NKZ.shape[1],)](
+        rows_NKZ,
         centre_KH.view(torch.int16),
         kept_Kk,
         _bits(feature_NKH),
         _bits(kept_out),
-        rows_NKR.shape[1],
+        rows_NKZ.shape[1],
         **constants,
         ROTATED=kept_NKk is not None,
         num_warps=num_warps(constants["P"]),
@@ -177,7 +177,7 @@ def decode_constants(calibration: Calibration) -> dict[str, Any]:
         "SCALES": calibration.scales_offset,
         "ROW_SCALE": calibration.row_scale_offset,
         "KEPT": calibration.kept_offset,
-        "R": calibration.row_bytes,
+        "Z": calibration.row_bytes,
     }
 
 

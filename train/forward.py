@@ -112,12 +112,12 @@ class CompiledForward:
         cos_Q, sin_Q = drafter.rotary(position_Q, block_QH.dtype)
         turn_Q = _one_length(cos_Q), _one_length(sin_Q)
         cos_N, sin_N = drafter.rotary(position_N, block_QH.dtype)
-        turn_T = _tiles(cos_N), _tiles(sin_N)
+        turn_TL = _tiles(cos_N), _tiles(sin_N)
         context_TLH = self._context(drafter, _tiles(feature_NKH))
         torch._dynamo.mark_static(context_TLH, 1)
         for layer, kind in zip(drafter.layers, self.shape.layer_types, strict=True):
             block_QH = self._layer(
-                layer, _one_length(block_QH), turn_Q, context_TLH, turn_T, masks[kind]
+                layer, _one_length(block_QH), turn_Q, context_TLH, turn_TL, masks[kind]
             )
         hidden_QH: Tensor = self._norm(drafter.norm, _one_length(block_QH))
         return hidden_QH

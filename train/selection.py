@@ -1,6 +1,6 @@
 """Which samples a run leaves out: whole domains, and samples named by their keys.
 
-Letters: N samples of a store, in plan order.
+Letters: C samples of a store, in plan order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kept = npt.NDArray[np.bool_]
 
 
 def kept_samples(tables: Sequence[SampleTable], config: TrainConfig) -> list[Kept]:
-    """Of each store, whether each sample stays, [N].
+    """Of each store, whether each sample stays, [C].
 
     UsageError for a domain or a key that no store has; it names the nearest one there is.
     """
@@ -27,15 +27,15 @@ def kept_samples(tables: Sequence[SampleTable], config: TrainConfig) -> list[Kep
     for domain in config.drop_domains:
         numbers = [_number(table, domain) for table in tables]
         _check_known("domain", domain, numbers, lambda: _domains(tables))
-        for kept_N, table, number in zip(kept, tables, numbers, strict=True):
+        for kept_C, table, number in zip(kept, tables, numbers, strict=True):
             if number is not None:
-                kept_N &= table.domain != number
+                kept_C &= table.domain != number
     for key in config.drop_samples:
         numbers = [_place(table, key) for table in tables]
         _check_known("sample", key, numbers, lambda: _keys(tables))
-        for kept_N, place in zip(kept, numbers, strict=True):
+        for kept_C, place in zip(kept, numbers, strict=True):
             if place is not None:
-                kept_N[place] = False
+                kept_C[place] = False
     return kept
 
 
@@ -44,10 +44,10 @@ def dropped_lines(
 ) -> list[str]:
     """A line for each store that samples were left out of."""
     lines = []
-    for path, table, kept_N in zip(paths, tables, kept, strict=True):
-        num_dropped = int((~kept_N).sum())
+    for path, table, kept_C in zip(paths, tables, kept, strict=True):
+        num_dropped = int((~kept_C).sum())
         if num_dropped:
-            num_held_out = int((~kept_N & (table.split == HELD_OUT)).sum())
+            num_held_out = int((~kept_C & (table.split == HELD_OUT)).sum())
             lines.append(
                 f"dropped {num_dropped} of {len(table)} samples of {path} ({num_held_out} of them "
                 "held out)"

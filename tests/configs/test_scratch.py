@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.scratch import scratch
 
 HOLD = """
@@ -36,6 +38,21 @@ def test_an_error_leaves_nothing(temporary: Path) -> None:
 
     with pytest.raises(KeyError):
         fail()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_named(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with (
+        pytest.raises(UsageError, match=r"without locks \(No locks.*set TMPDIR"),
+        scratch("trial"),
+    ):
+        pass
     assert list(temporary.iterdir()) == []
 
 

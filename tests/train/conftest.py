@@ -27,6 +27,7 @@ from dflash_pipeline.store.build import StoreBuilder, plan_lock
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train.shape import DrafterShape
 from places import cpu_place
+from shapes import small_shape
 
 TARGET_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -130,29 +131,4 @@ def train_run(tmp_path: Path) -> Callable[..., Run]:
 @pytest.fixture
 def shape() -> DrafterShape:
     """Two layers, three features of width 8, blocks of 4."""
-    return DrafterShape(
-        hidden_size=8,
-        intermediate_size=16,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=97,
-        block_size=4,
-        mask_token_id=96,
-        layer_ids=(1, 3, 5),
-        num_target_layers=8,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        max_position_embeddings=512,
-        layer_types=("full_attention", "full_attention"),
-        sliding_window=0,
-        input_embedding_scale=1.0,
-        output_multiplier=1.0,
-        final_logit_softcapping=0.0,
-        init_std=0.02,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    return small_shape()

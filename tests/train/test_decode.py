@@ -19,8 +19,8 @@ from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.drafting import LookupDrafting, ModelDrafting, as_stored
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.sampling import Draws, Proposal, Sampling
-from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.tally import Answer, Cycle
+from shapes import small_shape
 
 VOCAB = 32
 NONE: frozenset[int] = frozenset()
@@ -236,31 +236,19 @@ def test_as_stored_rounds_to_bf16() -> None:
 def test_a_drafter_fed_in_pieces_proposes_what_it_would_at_once(window: int) -> None:
     torch.set_num_threads(1)
     kind = "sliding_attention" if window else "full_attention"
-    shape = DrafterShape(
+    shape = small_shape(
         hidden_size=16,
         intermediate_size=24,
-        num_layers=2,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=8,
         vocab_size=VOCAB,
-        block_size=4,
         mask_token_id=31,
         layer_ids=(0, 1),
         num_target_layers=4,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
         max_position_embeddings=64,
         layer_types=(kind, kind),
         sliding_window=window,
-        input_embedding_scale=1.0,
-        output_multiplier=1.0,
-        final_logit_softcapping=0.0,
         init_std=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )
     drafter = Drafter(shape)
     drafter.initialise(seed=0)

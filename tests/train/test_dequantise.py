@@ -23,7 +23,7 @@ SIZES = (96, 576, 4096)
 
 
 def stored(hidden_size, mode, num_rows, seed):
-    """Rows uint8 [N, 2, R] and the calibrations of both layers."""
+    """Rows uint8 [N, 2, Z] and the calibrations of both layers."""
     random = np.random.default_rng(seed)
     calibrations, layers = [], []
     for kept in ([3, 7, 50, 60], [0, 1, 50, hidden_size - 1]):
@@ -52,7 +52,7 @@ def compare(hidden_size, mode, dtype, seed, num_rows, device):
     """Kernel against numpy on `device`, features and rotated form."""
     from dflash_pipeline.train.dequantise_kernel import launch_decode
 
-    rows_NKR, calibrations = stored(hidden_size, mode, num_rows, seed)
+    rows_NKZ, calibrations = stored(hidden_size, mode, num_rows, seed)
     truth, found = Dequantiser(calibrations, "cpu"), Dequantiser(calibrations, device)
     case = f"H {hidden_size} {mode} {dtype} seed {seed}"
     for is_rotated in (False, True):
@@ -61,11 +61,11 @@ def compare(hidden_size, mode, dtype, seed, num_rows, device):
         output = poisoned(num_rows, 2, hidden_size, dtype=dtype, device=device)
         output_kept = poisoned(num_rows, 2, 4, dtype=dtype, device=device)
         if is_rotated:
-            truth.decode_rotated(rows_NKR, expected, expected_kept)
+            truth.decode_rotated(rows_NKZ, expected, expected_kept)
         else:
-            truth.decode(rows_NKR, expected)
+            truth.decode(rows_NKZ, expected)
         launch_decode(
-            rows_NKR.to(device),
+            rows_NKZ.to(device),
             found.centre_KH,
             found.kept_Kk,
             output,
@@ -80,11 +80,11 @@ def compare(hidden_size, mode, dtype, seed, num_rows, device):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_cpu_path_gives_the_values_of_the_store(mode):
-    rows_NKR, calibrations = stored(96, mode, 9, 0)
+    rows_NKZ, calibrations = stored(96, mode, 9, 0)
     feature_NKH = poisoned(9, 2, 96, dtype=torch.bfloat16)
-    Dequantiser(calibrations, "cpu").decode(rows_NKR, feature_NKH)
+    Dequantiser(calibrations, "cpu").decode(rows_NKZ, feature_NKH)
     for place, calibration in enumerate(calibrations):
-        expected_NH = torch.from_numpy(decode(rows_NKR[:, place].numpy(), calibration))
+        expected_NH = torch.from_numpy(decode(rows_NKZ[:, place].numpy(), calibration))
         assert torch.equal(feature_NKH[:, place], expected_NH.bfloat16())
 
 
@@ -97,7 +97,7 @@ def test_layers_of_one_array_must_be_stored_alike():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_folded_head_on_rotated_rows_gives_the_logits_of_decoded_rows(mode):
-    rows_NKR, calibrations = stored(96, mode, 9, 0)
+    rows_NKZ, calibrations = stored(96, mode, 9, 0)
     weight_OH = torch.randn(11, 96, generator=torch.Generator().manual_seed(0))
     rotated_OH, kept_Ok, bias_O = fold(weight_OH, calibrations[0])
     expected = quantise.fold(weight_OH.numpy(), calibrations[0])
@@ -106,8 +106,8 @@ def test_a_folded_head_on_rotated_rows_gives_the_logits_of_decoded_rows(mode):
     dequantiser = Dequantiser(calibrations[:1], "cpu")
     rotated_NKH, kept_NKk = poisoned(9, 1, 96, dtype=torch.float32), torch.empty(9, 1, 4)
     feature_NKH = poisoned(9, 1, 96, dtype=torch.float32)
-    dequantiser.decode_rotated(rows_NKR[:, :1], rotated_NKH, kept_NKk)
-    dequantiser.decode(rows_NKR[:, :1], feature_NKH)
+    dequantiser.decode_rotated(rows_NKZ[:, :1], rotated_NKH, kept_NKk)
+    dequantiser.decode(rows_NKZ[:, :1], feature_NKH)
     logits_NO = rotated_NKH[:, 0] @ rotated_OH.T + kept_NKk[:, 0] @ kept_Ok.T + bias_O
     expected_NO = feature_NKH[:, 0] @ weight_OH.T
     scale = expected_NO.abs().max().item()
@@ -132,7 +132,7 @@ def test_the_kernel_compiles_for_hopper_without_fused_arithmetic(
     _, calibrations = stored(hidden_size, mode, 3, 0)
     constants = dequantise_kernel.decode_constants(calibrations[0]) | {"ROTATED": rotated}
     kinds = {
-        "rows_NKR": "*u8",
+        "rows_NKZ": "*u8",
         "centre_KH": "*i16",
         "kept_Kk": "*i32",
         "feature_NKH": "*i16" if bits == 16 else "*fp32",

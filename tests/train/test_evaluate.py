@@ -26,36 +26,21 @@ from dflash_pipeline.train import evaluate
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import embedding_hash, read_checkpoint, write_zlab
 from dflash_pipeline.train.fits import check_fits
-from dflash_pipeline.train.shape import DrafterShape
 from places import cpu_place
+from shapes import small_shape
 
 VOCAB, WIDTH = 24, 16
 RENDERING = {"tokenizer_hash": "t1", "template_hash": "c1", "template_args": "{}"}
-SHAPE = DrafterShape(
+SHAPE = small_shape(
     hidden_size=WIDTH,
     intermediate_size=24,
     num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
     vocab_size=VOCAB,
-    block_size=4,
     mask_token_id=23,
     layer_ids=(0, 2),
     num_target_layers=5,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
     max_position_embeddings=64,
-    layer_types=("full_attention",),
-    sliding_window=0,
-    input_embedding_scale=1.0,
-    output_multiplier=1.0,
-    final_logit_softcapping=0.0,
     init_std=0.3,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
 )
 
 

@@ -32,6 +32,7 @@ from dflash_pipeline.train.mask import Visibility, grouped_attend
 from dflash_pipeline.train.replay import answer_runs, held_out, replay, replayed_lookup, walk
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.tally import Answer, Cycle, Tally
+from shapes import small_shape
 
 VOCAB, WIDTH, NUM_NEW, LAYER_IDS = 64, 32, 28, (0, 2)
 CONFIG: dict[str, Any] = {
@@ -191,31 +192,20 @@ def build_store(
 
 
 def drafter_of() -> DrafterShape:
-    return DrafterShape(
+    return small_shape(
         hidden_size=WIDTH,
         intermediate_size=48,
-        num_layers=2,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=8,
         vocab_size=VOCAB,
         block_size=5,
         mask_token_id=VOCAB - 1,
         layer_ids=LAYER_IDS,
         num_target_layers=5,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
         max_position_embeddings=128,
         layer_types=("sliding_attention", "full_attention"),
         sliding_window=12,
-        input_embedding_scale=1.0,
-        output_multiplier=1.0,
-        final_logit_softcapping=0.0,
         init_std=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )
 
 

@@ -22,37 +22,22 @@ from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.drafting import Drafting, LookupDrafting, ModelDrafting
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.sampling import Draws, Proposal, Sampling, Verdict, drawn
-from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.tally import Answer
+from shapes import small_shape
 
 VOCAB, WIDTH, NUM_NEW, NUM_ANSWERS = 5, 16, 3, 3000
 PROMPT = (1, 2, 1, 3, 1)
 EOS = frozenset({0})
-SHAPE = DrafterShape(
+SHAPE = small_shape(
     hidden_size=WIDTH,
     intermediate_size=24,
     num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
     vocab_size=VOCAB,
-    block_size=4,
     mask_token_id=4,
     layer_ids=(0, 1),
     num_target_layers=4,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
     max_position_embeddings=64,
-    layer_types=("full_attention",),
-    sliding_window=0,
-    input_embedding_scale=1.0,
-    output_multiplier=1.0,
-    final_logit_softcapping=0.0,
     init_std=0.3,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
 )
 KINDS = [
     Sampling(temperature=1.0),
