@@ -47,6 +47,7 @@ class Gpu:
 
 
 def gpus_are_cpu() -> bool:
+    """Whether tests have GPU numbers stand for CPU processes."""
     return os.environ.get("DFLASH_GPUS_AS_CPU", "") == "1"
 
 

@@ -40,6 +40,7 @@ class Screen:
         self._counts: dict[int, counts.Counts] = {}
 
     def say(self, rank: int, text: str) -> None:
+        """A line of one rank, above the progress."""
         self._clear()
         self._lines.write(f"[{rank}] {text}\n" if self._world > 1 else f"{text}\n")
         self._lines.flush()

@@ -77,10 +77,12 @@ def process_age_s() -> float:
 
 
 def status_path(log_dir: str, stage: str, rank: int) -> Path:
+    """The status file of one process."""
     return Path(log_dir) / f"{stage}-{rank}.status.json"
 
 
 def log_path(log_dir: str, stage: str, rank: int) -> Path:
+    """The log of one process."""
     return Path(log_dir) / f"{stage}-{rank}.log"
 
 

@@ -15,6 +15,7 @@ from dflash_pipeline.configs.status import log_path, read_status, status_path
 
 
 def is_rank() -> bool:
+    """Whether torchrun, or what sets its variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

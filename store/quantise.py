@@ -229,7 +229,7 @@ def fold(weight_OH: Float, calibration: Calibration) -> tuple[Float, Float, Floa
     """(W', K, b) with W @ decode(rows) = W' @ y + K @ kept + b for `decode_rotated`'s y and kept.
 
     float32 [O, H], [O, k] and [O]. Worth it for a weight that is frozen; one that is trained
-    would meet its optimiser in another basis.
+    would meet its optimizer in another basis.
     """
     inlier_OH = np.where(calibration.inlier_H, weight_OH, np.float32(0)).astype(np.float32)
     bias_O = inlier_OH @ bf16_to_float32(calibration.centre_H)

@@ -155,6 +155,7 @@ def _store_changes(
 
 
 def step_directory(out: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or will be."""
     return out / f"step-{step:08d}"
 
 

@@ -98,6 +98,7 @@ class Consumption:
             membership.leave()
 
     def close(self) -> None:
+        """This process ends; the run stays registered until `leave`."""
         for membership in self._memberships:
             membership.presence.close()
 

@@ -59,6 +59,8 @@ def _linear(size_in: int, size_out: int) -> nn.Linear:
 
 
 class Attention(nn.Module):
+    """Projections of one layer; who attends to what is the caller's (`Attend`)."""
+
     def __init__(self, shape: DrafterShape, layer_type: str) -> None:
         super().__init__()
         self.layer_type = layer_type
@@ -78,11 +80,14 @@ class Attention(nn.Module):
         return rotate(self.k_norm(key_NGD), turn), value_NGD
 
     def query(self, state_QH: Tensor, turn: Turn) -> Tensor:
+        """Normed state -> query_QED, normed by head and rotated."""
         query_QED = self.q_proj(state_QH).unflatten(-1, (-1, self.head_dim))
         return rotate(self.q_norm(query_QED), turn)
 
 
 class SwiGLU(nn.Module):
+    """down(silu(gate) * up)."""
+
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         self.gate_proj = _linear(shape.hidden_size, shape.intermediate_size)
@@ -96,6 +101,8 @@ class SwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
+    """A Qwen3 decoder layer over blocks; keys and values of context never met its input norm."""
+
     def __init__(self, shape: DrafterShape, layer_type: str) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)

@@ -45,6 +45,7 @@ class StepFlop:
 
     @property
     def total(self) -> int:
+        """Of the whole step."""
         forward = self.linear_forward + self.attention_forward
         return forward + self.linear_backward + self.attention_backward + self.loss
 

@@ -105,6 +105,7 @@ class Order:
 
     @property
     def is_following(self) -> bool:
+        """Whether a store was not whole when the run began; stays so."""
         return self._following is not None
 
     def used(self, at: Position) -> set[Shard]:

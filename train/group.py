@@ -155,6 +155,7 @@ class Group:
         return decided.decode()
 
     def close(self) -> None:
+        """Leave the group. Again is harmless."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

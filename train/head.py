@@ -39,6 +39,7 @@ class TargetHead:
     def from_store(
         cls, store: Store, shape: DrafterShape, device: torch.device | str, dtype: torch.dtype
     ) -> Self:
+        """What the store keeps of its target, rounded to `dtype`; a tied head is the embedding."""
         embed_VH = _tensor(store.embed(), device, dtype)
         head_VH = None if store.is_tied else _tensor(store.head(), device, dtype)
         return cls(embed_VH, head_VH, shape)
@@ -61,10 +62,12 @@ class TargetHead:
 
     @property
     def multiplier(self) -> float:
+        """What raw logits are multiplied by."""
         return self._shape.output_multiplier
 
     @property
     def soft_cap(self) -> float:
+        """Logits stay within plus and minus this, by tanh; 0: no bound."""
         return self._shape.final_logit_softcapping
 
 

@@ -70,6 +70,7 @@ class Journal:
         self._was_idle: bool | None = None
 
     def close(self) -> None:
+        """Finish TensorBoard's file, where there is one."""
         if self._board is not None:
             self._board.close()
 
@@ -156,6 +157,7 @@ class Journal:
         self._drawn.clear()
 
     def validated(self, step: int, tau: float, num_cycles: int, is_best: bool) -> None:
+        """Tell a replay of held-out samples; rank 0 does."""
         if self._group.rank != 0:
             return
         best = ", the best so far" if is_best else ""

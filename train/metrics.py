@@ -84,6 +84,7 @@ class Metrics:
         count.index_add_(0, slot_R - 1, torch.ones_like(wide))
 
     def clear(self) -> None:
+        """Begin the sums anew, on the device."""
         self.sums.zero_()
 
     def summary(self, sums: Tensor) -> Summary:

@@ -51,6 +51,7 @@ class Catalog:
 
 
 def shard_number(shard_id: ShardId) -> int:
+    """A shard of one store as one number."""
     return (shard_id.bucket << 32) | shard_id.shard
 
 

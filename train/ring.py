@@ -147,6 +147,7 @@ class Slot:
             self.clear()
 
     def clear(self) -> None:
+        """Under test: poison what comes back."""
         if self._poison:
             self.buffers.poison()
 

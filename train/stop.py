@@ -36,6 +36,7 @@ class StopWish:
             signal.signal(kind, handler)
 
     def is_asked(self) -> bool:
+        """Whether a signal asked this process to end."""
         return self._asked
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:

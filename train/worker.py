@@ -132,7 +132,7 @@ def _learn(
                 batch, training.forward, training.head, training.run.loss, optimizer, metrics, clock
             )
         lr = learning_rate(training.progress.step, training.num_steps, training.run.optim)
-        with clock.stage("optimiser"):
+        with clock.stage("optimizer"):
             votes = optimizer.step(lr, wish.is_asked())
         training.progress = replace(training.progress, step=step, position=draw.after)
         journal.note(step, draw)

@@ -32,7 +32,7 @@ from dflash_pipeline.train.shape import DrafterShape
 
 # torch 2.11 warns about its own use of deprecated calls when it compiles
 WARNS = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-DEVICE_STAGES = ("dequantise", "forward", "backward", "optimiser")
+DEVICE_STAGES = ("dequantise", "forward", "backward", "optimizer")
 NEW: dict[str, object] = {"resume": False}
 AGAIN: dict[str, object] = {"resume": True}
 
@@ -349,7 +349,7 @@ def test_log_lines_tell_each_stage_and_a_window_is_traced(
     (trace,) = (out / "profile").iterdir()
     assert trace.name == "rank0-steps-2-3.json"
     names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
-    assert names.count("optimiser") == 2
+    assert names.count("optimizer") == 2
     log = (out / "logs" / "train-0.log").read_text()
     assert "steps 2 to 3 are traced in" in log
 
