@@ -29,7 +29,7 @@ class DiskSpeed:
 def disk_speed(folder: Path) -> DiskSpeed:
     """Write a file of up to 4 GiB into `folder` for some seconds, read it back, remove it.
 
-    Never more than a tenth of what is free.
+    After a first block of 64 MiB never more than a tenth of what is free.
     """
     most = min(_MOST_BYTES, durable.free_bytes(folder) // 10)
     # random: a disk may compress
