@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -63,6 +63,8 @@ from dflash_pipeline.configs.sweep import Variant, read_variants
 ONE_CPU = Devices("cpu", (0,))
 # how long a trainer waits for a capture that was started at the same time to be seen at work
 APPEAR_S = 5.0
+# of a check where --limit does not say
+CHECK_PROMPTS = 300
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -441,6 +443,12 @@ def _train_variants(
     help="Compare two drafters on the same prompts, with the interval of the difference: each a "
     "file that --json wrote, or a drafter to evaluate first.",
 )
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Try the whole path with a drafter of others first: answers, store, gate, replay and "
+    "decoding of 300 prompts (--limit: of so many), held against published figures.",
+)
 @options(*TEMPLATE)
 @placed
 @configured
@@ -450,6 +458,7 @@ def evaluate(
     gpus: str,
     share_gpu: bool,
     compare: tuple[str, str] | None,
+    check: bool,
     config: str,
     sets: tuple[str, ...],
 ) -> int:
@@ -460,6 +469,8 @@ def evaluate(
     if run.eval.endpoint:
         return _ask_server(run)
     drafter = _need(run.eval.drafter, "--drafter CHECKPOINT", "eval.drafter")
+    if check:
+        return _check_trust(run, _one_device(gpus, share_gpu), share_gpu)
     _check_evaluation(run)
     entry, logs = "dflash_pipeline.cli:decode_and_score", _logs_near(Path(drafter))
     code = _stage(entry, run, _one_device(gpus, share_gpu), "eval", logs, {}, share_gpu)
@@ -482,6 +493,60 @@ def _check_evaluation(run: Run) -> None:
         inputs.check_out_file(run.eval.json, "--json")
     if run.eval.plot:
         inputs.check_out_file(run.eval.plot, "--plot")
+
+
+def _check_trust(run: Run, devices: Devices, share: bool) -> int:
+    """All stages on a few prompts, in a directory that is removed afterwards."""
+    inputs.check_target(_need(run.target.id, "--target MODEL", "target.id"))
+    _need(run.eval.prompts, "--prompts FILE", "eval.prompts")
+    sources.check(run.eval.prompts)
+    # here and not in the temporary directory: a store of hundreds of prompts is gigabytes
+    with tempfile.TemporaryDirectory(prefix="dflash-check-", dir=".") as folder:
+        logs, described = f"{folder}/logs", Path(folder) / "drafter.json"
+        entry, told = "dflash_pipeline.train.trust:describe", {"out": str(described)}
+        if code := _stage(entry, run, ONE_CPU, "check", logs, told, True):
+            return code
+        drafter = json.loads(described.read_text(encoding="utf-8"))
+        capturing = {"kind": devices.kind, "num_workers": 1, "only_count": False}
+        for entry, changed in _trial(run, folder, drafter):
+            if code := _stage(entry, changed, devices, "check", logs, capturing, share):
+                return code
+        extra = {name: f"{folder}/{name}.json" for name in ("replayed", "decoded")}
+        extra["block_size"] = drafter["block_size"]
+        return _stage("dflash_pipeline.train.trust:judge", run, ONE_CPU, "check", logs, extra, True)
+
+
+def _trial(run: Run, folder: str, drafter: Mapping[str, Any]) -> list[tuple[str, Run]]:
+    """The stages of a check, in order: answers of the target, store, replay, decoding."""
+    answers = f"{folder}/answers.jsonl"
+    layer_ids, mask_token_id = tuple(drafter["layer_ids"]), drafter["mask_token_id"]
+    run = replace(
+        run,
+        target=replace(run.target, layer_ids=layer_ids, mask_token_id=mask_token_id),
+        data=replace(run.data, files=run.eval.prompts, limit=run.eval.limit or CHECK_PROMPTS),
+        generate=replace(
+            run.generate,
+            out=answers,
+            endpoints=(),
+            samples=1,
+            temperature=0.0,
+            max_new_tokens=run.eval.max_new_tokens,
+        ),
+        eval=replace(run.eval, drafter=drafter["path"], limit=0, plot="", temperature=0.0),
+    )
+    stored = replace(
+        run,
+        data=replace(run.data, files=(answers,), limit=0, heldout=1.0),
+        store=replace(run.store, path=f"{folder}/store"),
+    )
+    replayed = replace(run.eval, prompts=(), json=f"{folder}/replayed.json")
+    decoded = replace(run.eval, prompts=(answers,), json=f"{folder}/decoded.json", as_stored=True)
+    return [
+        ("dflash_pipeline.capture.generate:main", run),
+        ("dflash_pipeline.capture.planning:plan_and_capture", stored),
+        ("dflash_pipeline.cli:decode_and_score", replace(stored, eval=replayed)),
+        ("dflash_pipeline.cli:decode_and_score", replace(stored, eval=decoded)),
+    ]
 
 
 def _ask_server(run: Run) -> int:

@@ -79,14 +79,15 @@ class DataConfig:
     limit: int = 0
     """Rows read at most; 0: all."""
     heldout: float = 0.02
-    """Share of samples kept from training, chosen by the hash of their first user prompt."""
+    """Share of samples kept from training, chosen by the hash of their first user prompt; 1: all,
+    for a store that is only evaluated on."""
     max_bad_share: float = 0.05
     """Share of rows that may be unusable before the run fails."""
 
     def __post_init__(self) -> None:
         _need(self.max_len >= 2, f"data.max_len must be at least 2, got {self.max_len}")
         _need(self.limit >= 0, f"data.limit must be at least 0, got {self.limit}")
-        _need(0 <= self.heldout < 1, f"data.heldout must be in [0, 1), got {self.heldout}")
+        _need(0 <= self.heldout <= 1, f"data.heldout must be in [0, 1], got {self.heldout}")
         _need(0 <= self.max_bad_share <= 1, "data.max_bad_share must be in [0, 1]")
 
 

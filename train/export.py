@@ -113,9 +113,6 @@ def write_speculators(
         "lm_head.weight": head_VH.to("cpu", torch.bfloat16).clone(
             memory_format=torch.contiguous_format
         ),
-        "t2d": torch.ones(shape.vocab_size, dtype=torch.bool),
-        # an offset from the drafter's id to the target's: vLLM adds it to arange
-        "d2t": torch.zeros(shape.vocab_size, dtype=torch.int64),
     }
     _write(path, shape, config, body, layout.speculators_tensors(shape), trained_on)
 
@@ -126,6 +123,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     ValueError, in one line with the path, for anything that is not exactly that.
     """
     directory = _checkpoint_directory(Path(path))
+    maps: dict[str, tuple[int, ...]] = {}
     try:
         config = _read_json(directory / "config.json")
         architecture = (config.get("architectures") or ["none"])[0]
@@ -135,12 +133,13 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         elif architecture == layout.SPECULATORS_ARCHITECTURE:
             name, shape = "speculators", layout.shape_from_speculators(config)
             expected = layout.speculators_tensors(shape)
+            maps = layout.vocabulary_maps(shape)
         else:
             raise ValueError(
                 f"architecture {architecture}, expected {layout.ZLAB_ARCHITECTURE} or "
                 f"{layout.SPECULATORS_ARCHITECTURE}"
             )
-        tensors = _read_tensors(directory, expected)
+        tensors = _read_tensors(directory, expected, maps)
         is_told = (directory / _TRAINED_ON).is_file()
         trained_on = _read_json(directory / _TRAINED_ON) if is_told else {}
     except KeyError as error:
@@ -150,10 +149,13 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory} is not a drafter that can be read: {error}") from error
     if name == "speculators":
-        if tensors["d2t"].any() or not tensors["t2d"].all():
-            raise ValueError(f"{directory} maps its vocabulary: only full vocabularies are read")
-        for extra in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t"):
+        for extra in ("embed_tokens.weight", "lm_head.weight"):
             del tensors[extra]
+        # an offset from the drafter's id to the target's, and which of the target's it knows
+        offset_V, known_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        is_mapped = offset_V is not None and bool(offset_V.any())
+        if is_mapped or (known_V is not None and not bool(known_V.all())):
+            raise ValueError(f"{directory} maps its vocabulary: only full vocabularies are read")
     for tensor_name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{directory}: {tensor_name} holds NaN or Inf: no use as a drafter")
@@ -307,7 +309,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(
-    directory: Path, expected: Mapping[str, tuple[int, ...]]
+    directory: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
 ) -> dict[str, torch.Tensor]:
     """Check every header first, then load; some writers put `model.` before each name."""
     if (directory / _INDEX).is_file():
@@ -321,10 +325,11 @@ def _read_tensors(
             plain = name.removeprefix("model.")
             if plain in found:
                 raise ValueError(f"{name} stands in it twice")
-            if dtype not in _FLOATS and plain not in ("t2d", "d2t"):
+            if dtype not in _FLOATS and plain not in optional:
                 raise ValueError(f"{name} has dtype {dtype}, expected one of {sorted(_FLOATS)}")
             found[plain] = size
-    if problems := layout.differences(expected, found):
+    there = {name: size for name, size in optional.items() if name in found}
+    if problems := layout.differences({**expected, **there}, found):
         raise ValueError("; ".join(problems))
     tensors: dict[str, torch.Tensor] = {}
     for file in files:

@@ -167,9 +167,13 @@ def speculators_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
     return zlab_tensors(shape) | {
         "embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
         "lm_head.weight": (shape.vocab_size, shape.hidden_size),
-        "t2d": (shape.vocab_size,),
-        "d2t": (shape.vocab_size,),
     }
+
+
+def vocabulary_maps(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """What older speculators wrote beside it; for a full vocabulary 0.9 neither writes nor reads
+    them, and vLLM needs none."""
+    return {"t2d": (shape.vocab_size,), "d2t": (shape.vocab_size,)}
 
 
 def differences(
