@@ -508,7 +508,7 @@ def _check_trust(run: Run, devices: Devices, share: bool) -> int:
             return code
         drafter = json.loads(described.read_text(encoding="utf-8"))
         capturing = {"kind": devices.kind, "num_workers": 1, "only_count": False}
-        for entry, changed in _trial(run, folder, drafter):
+        for entry, changed in trial(run, folder, drafter):
             if code := _stage(entry, changed, devices, "check", logs, capturing, share):
                 return code
         extra = {name: f"{folder}/{name}.json" for name in ("replayed", "decoded")}
@@ -516,7 +516,7 @@ def _check_trust(run: Run, devices: Devices, share: bool) -> int:
         return _stage("dflash_pipeline.train.trust:judge", run, ONE_CPU, "check", logs, extra, True)
 
 
-def _trial(run: Run, folder: str, drafter: Mapping[str, Any]) -> list[tuple[str, Run]]:
+def trial(run: Run, folder: str, drafter: Mapping[str, Any]) -> list[tuple[str, Run]]:
     """The stages of a check, in order: answers of the target, store, replay, decoding."""
     answers = f"{folder}/answers.jsonl"
     layer_ids, mask_token_id = tuple(drafter["layer_ids"]), drafter["mask_token_id"]
