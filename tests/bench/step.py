@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -26,18 +25,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
-
-# a lent GPU machine has torch but not what only a store's files need
-if importlib.util.find_spec("numcodecs") is None:
-    sys.modules |= {"numcodecs": MagicMock(), "numcodecs.zstd": MagicMock()}
-if importlib.util.find_spec("google_crc32c") is None:
-    sys.modules |= {"google_crc32c": MagicMock()}
 
 from dflash_pipeline.configs.schema import LossConfig, OptimConfig
 from dflash_pipeline.train import loss as loss_module

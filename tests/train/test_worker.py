@@ -23,12 +23,13 @@ from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.place import POISON_VARIABLE, Place
 from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.train import setup, worker
+from dflash_pipeline.train import worker
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import write_speculators, write_zlab
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.takeover import take_over
 
 # torch 2.11 warns about its own use of deprecated calls when it compiles
 WARNS = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -108,13 +109,13 @@ def test_a_run_may_begin_from_a_speculators_checkpoint_of_others(
     # no key of that layout
     del config["transformer_layer_config"]["num_target_layers"]
     (path / "config.json").write_text(json.dumps(config))
-    setup.take_over(second, str(path))
+    take_over(second, str(path))
     for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
         assert torch.equal(mine, theirs.bfloat16().float())
     config["transformer_layer_config"]["rms_norm_eps"] = 1e-5
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match="rms_norm_eps 1e-05, wanted 1e-06"):
-        setup.take_over(second, str(path))
+        take_over(second, str(path))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_weights_of_another_arithmetic_are_not_taken_over(
     first.initialise(1)
     write_zlab(tmp_path / "theirs", replace(shape, **{name: value}), first.state_dict())
     with pytest.raises(UsageError, match=f"{name} .*, wanted"):
-        setup.take_over(Drafter(shape), str(tmp_path / "theirs"))
+        take_over(Drafter(shape), str(tmp_path / "theirs"))
 
 
 def test_blocks_of_another_length_are_learned_from_the_same_weights(
@@ -148,7 +149,7 @@ def test_blocks_of_another_length_are_learned_from_the_same_weights(
     write_zlab(
         tmp_path / "theirs", replace(shape, block_size=shape.block_size + 2), first.state_dict()
     )
-    setup.take_over(second, str(tmp_path / "theirs"))
+    take_over(second, str(tmp_path / "theirs"))
     for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
         assert torch.equal(mine, theirs.bfloat16().float())
 
