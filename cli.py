@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from dflash_pipeline.configs import (
     inputs,
     measuring,
     prediction,
+    recorded,
     refusal,
     status,
     torchrun,
@@ -42,6 +42,7 @@ from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.options import (
     DATA,
     TEMPLATE,
+    SchemaOption,
     configured,
     give,
     given,
@@ -389,6 +390,9 @@ def _evaluating(
 ) -> str:
     """The line that measures what this one has trained."""
     told: dict[str, object] = {"eval.drafter": out}
+    if not run.eval.prompts and run.train.drop_domains:
+        dropped = ", ".join(run.train.drop_domains)
+        click.echo(f"held-out samples that the next line replays include those of {dropped}")
     if not run.eval.prompts and run.store.path != str(store):
         told["store.path"] = str(store)
     return line(context, evaluate, told, config, sets)
@@ -472,8 +476,9 @@ def evaluate(
     if check:
         return _check_trust(run, _one_device(gpus, share_gpu), share_gpu)
     _check_evaluation(run)
-    entry, logs = "dflash_pipeline.cli:decode_and_score", _logs_near(Path(drafter))
-    code = _stage(entry, run, _one_device(gpus, share_gpu), "eval", logs, {}, share_gpu)
+    entry, devices = "dflash_pipeline.cli:decode_and_score", _one_device(gpus, share_gpu)
+    with _logs_near(Path(drafter)) as logs:
+        code = _stage(entry, run, devices, "eval", logs, {}, share_gpu)
     arguments = (drafter, "--out", _free_name("drafter"))
     following = line(context, export, {"store.path": None}, config, sets, arguments)
     return _end(code, following, _this_line())
@@ -671,7 +676,7 @@ def verify(
     """Check a store; exit code 1 and a line for each fault where it is not whole."""
     _check_store(path)
     name = shlex.quote(path)
-    training = _training_on(path, f"dflash train --store {name}")
+    training = _training_on(path, lambda: _training_line(path, path))
     if sample is not None:
         if deep or repair:
             raise UsageError("--sample computes, --deep and --repair check files: one at a time")
@@ -683,8 +688,8 @@ def verify(
         return _look(entry, "verify", extra, training, run, devices, share_gpu)
     extra = {"path": path, "deep": deep, "json": as_json}
     if repair:
-        repaired = f"dflash inspect {name}"
-        return _look("dflash_pipeline.store.repair:main", "verify", extra, repaired)
+        entry = "dflash_pipeline.store.repair:main"
+        return _look(entry, "verify", extra, lambda: _after_repair(context, path))
     following = training if deep else f"dflash verify --deep {name}"
     return _look("dflash_pipeline.store.check:main", "verify", extra, following)
 
@@ -708,7 +713,7 @@ def merge(out: str, stores: tuple[str, ...], fast: bool) -> int:
     extra = {"out": out, "stores": list(stores), "deep": not fast}
     with _scratch_logs("merge") as logs:
         code = launch("dflash_pipeline.store.merge:main", Run(), ONE_CPU, "merge", logs, extra)
-    return _end(code, f"dflash train --store {shlex.quote(out)}", _this_line())
+    return _end(code, lambda: _training_line(out, stores[0]), _this_line())
 
 
 @dflash.command("status")
@@ -801,13 +806,17 @@ def _remedy(directory: Path, found: Sequence[Status]) -> str:
         return f"once the others have ended, {again}" if num_alive else f"to go on, {again}"
     if num_alive:
         return f"{num_alive} of {len(found)} at work: nothing to do"
-    if (directory / "zarr.json").is_file():
-        # the parts of a store are its own to name
-        from dflash_pipeline.store import paths
-
-        if not (directory / paths.SEALED_FILE).exists():
-            return f"{directory} lacks shards, as after a repair: to go on, run its capture again"
+    if (directory / "zarr.json").is_file() and _lacks_shards(directory):
+        return f"{directory} lacks shards, as after a repair: to go on, run its capture again"
     return "all of them are done"
+
+
+def _lacks_shards(store: Path) -> bool:
+    """Whether a store is not sealed, as it is once all shards are there."""
+    # the parts of a store are its own to name
+    from dflash_pipeline.store import paths
+
+    return not (store / paths.SEALED_FILE).exists()
 
 
 def _consumers(directory: Path) -> list[str]:
@@ -915,20 +924,21 @@ def _look(
 
 @contextlib.contextmanager
 def _scratch_logs(stage: str) -> Iterator[str]:
-    """A log directory that stays only where an error left its traceback."""
-    folder = tempfile.mkdtemp(prefix=f"dflash-{stage}-")
-    try:
-        yield folder
-    finally:
-        if not any(one.state == "failed" for one in status.find_statuses(Path(folder))):
-            shutil.rmtree(folder, ignore_errors=True)
+    """A log directory that stays only where an error left its traceback, until the next one."""
+    with scratch(f"{stage}-logs", is_kept=_has_failed) as folder:
+        yield str(folder)
 
 
-def _logs_near(checkpoint: Path) -> str:
+def _has_failed(logs: Path) -> bool:
+    return any(one.state == "failed" for one in status.find_statuses(logs))
+
+
+def _logs_near(checkpoint: Path) -> contextlib.AbstractContextManager[str]:
+    """Those of the run that a checkpoint is of; nothing is left beside any other."""
     for folder in (checkpoint, checkpoint.parent):
         if (folder / "logs").is_dir():
-            return str(folder / "logs")
-    return f"{str(checkpoint).rstrip('/')}.logs"
+            return contextlib.nullcontext(str(folder / "logs"))
+    return _scratch_logs("eval")
 
 
 def _holds_logs_alone(out: Path) -> bool:
@@ -957,12 +967,49 @@ def _free_name(name: str) -> str:
     return next(one for one in names if not os.path.lexists(one))
 
 
-def _training_on(store: str, usual: str) -> Callable[[], str]:
+def _recorded_run(store: str) -> Mapping[str, object]:
+    """The run that captured a store, or the first of those that were merged; empty: unknown."""
+    # a store is its own to read
+    from dflash_pipeline.store.metadata import read_root
+
+    try:
+        found = read_root(root_of(store))[3].run
+    except (OSError, ValueError):
+        return {}
+    merged = found.get("merged")
+    return merged[0] if isinstance(merged, list) and merged else found
+
+
+def _training_line(store: str, captured: str) -> str:
+    """The line that trains on a store, with the preset of the target that `captured` is of."""
+    config = recorded.config_of(_recorded_run(captured))
+    words = ["dflash", "train", "--store", store, *(["--config", config] if config else [])]
+    return shlex.join(words)
+
+
+def _after_repair(context: click.Context, store: str) -> str:
+    """Once more the capture that made the store, where there is something to redo."""
+    if not _lacks_shards(root_of(store)):
+        return _training_line(store, store)
+    keys = {one.schema_key for one in capture.params if isinstance(one, SchemaOption)}
+    try:
+        again = recorded.retold(_recorded_run(store), keys)
+    except UsageError:
+        return f"the dflash capture line that made {store}, once more"
+    mounts = str(again.told.get("store.path", ""))
+    # the record names it as it was typed, perhaps elsewhere
+    is_whole = "," in store or "," not in mounts or root_of(mounts) != root_of(store)
+    told = {**again.told, "store.path": store if is_whole else mounts}
+    return line(context, capture, told, again.config, again.sets)
+
+
+def _training_on(store: str, usual: str | Callable[[], str]) -> Callable[[], str]:
     """The line that trains on a store, known once the command is done: for most stores `usual`."""
 
     def found() -> str:
+        line = usual if isinstance(usual, str) else usual()
         if not (root_of(store) / "consumers").is_dir():
-            return usual
+            return line
         # the numbers of a store are numpy's to read
         from dflash_pipeline.store import open_store
 
@@ -970,7 +1017,7 @@ def _training_on(store: str, usual: str) -> Callable[[], str]:
         if rolling.num_released:
             # a new run would be refused: it could not see all samples
             return f"dflash status {shlex.quote(str(rolling.path))}"
-        return usual if rolling.is_sealed else f"{usual} --epochs 1"
+        return line if rolling.is_sealed else f"{line} --epochs 1"
 
     return found
 

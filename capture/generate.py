@@ -10,6 +10,7 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 from dflash_pipeline.capture import endpoint, settings, twin
 from dflash_pipeline.capture.answer_file import AnswerFile
@@ -35,6 +36,11 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     files = resolve(run.target) if run.target.id else None
     if not run.generate.endpoints and files is None:
         raise UsageError("no target: give --target, or servers with --endpoint")
+    own = None if run.generate.endpoints else files
+    is_new = not Path(run.generate.out).exists()
+    if is_new and checked_count(run, place, set()) and own is not None:
+        # before the first file is made: a command that cannot work leaves none
+        rehearse(run, place, own, log)
     settings.claim(run.generate.out, run_settings(run, files))
     out = AnswerFile(run.generate.out)
     try:
@@ -42,12 +48,12 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         num_todo = checked_count(run, place, done)
         dropped = Dropped()
         fresh = _fresh(run, place, done, dropped)
-        if files is None or run.generate.endpoints:
+        if own is None:
             num_new = endpoint.answer_all(fresh, out, run, files, num_todo, dropped, log)
         else:
-            if num_todo:
-                rehearse(run, place, files, log)
-            answerer = Answerer(files, run.target, run.generate, run.data, place)
+            if num_todo and not is_new:
+                rehearse(run, place, own, log)
+            answerer = Answerer(own, run.target, run.generate, run.data, place)
             num_new = _answer_here(fresh, out, run, answerer, num_todo, dropped, log)
         for line in dropped.lines():
             log.say(f"left out {line}")

@@ -6,6 +6,7 @@ few with their place, and `Dropped.check` fails the run when the share of such r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,12 +100,18 @@ class Dropped:
             for reason, count in ordered
         ]
 
+    @property
+    def enough_share(self) -> float:
+        """The smallest share in hundredths that allows what was dropped."""
+        return math.ceil(100 * self.num_bad / self.num_rows) / 100
+
     def check(self, max_bad_share: float) -> None:
         """Raise ValueError when more than `max_bad_share` of the rows were not usable."""
         if self.num_bad > max_bad_share * self.num_rows:
             raise ValueError(
                 f"{self.num_bad} of {self.num_rows} rows are unusable, data.max_bad_share allows "
-                f"{max_bad_share:g}: {'; '.join(self.lines())}"
+                f"{max_bad_share:g}: {'; '.join(self.lines())}. Mend these rows, or leave them out "
+                f"with --set data.max_bad_share={self.enough_share:g}"
             )
 
 

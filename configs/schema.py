@@ -12,6 +12,9 @@ from typing import Literal
 
 from dflash_pipeline.configs.sizes import parse_size
 
+# targets that come with the package or one of its own: no server knows these names
+PACKAGED = ("toy", "smollm2")
+
 
 def _need(holds: bool, message: str) -> None:
     if not holds:

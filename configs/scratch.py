@@ -11,17 +11,20 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dflash_pipeline.configs.errors import UsageError
 
 
 @contextlib.contextmanager
-def scratch(name: str, parent: Path | None = None) -> Iterator[Path]:
+def scratch(
+    name: str, parent: Path | None = None, is_kept: Callable[[Path], bool] = lambda _path: False
+) -> Iterator[Path]:
     """A new directory `dflash-<name>-...` below `parent`, removed at the end.
 
-    parent: None: the system's temporary directory.
+    parent: None: the system's temporary directory. is_kept: asked at the end whether it stays,
+    until the next one of this name is made.
     """
     prefix, parent = f"dflash-{name}-", parent or Path(tempfile.gettempdir())
     for left in parent.glob(f"{prefix}*"):
@@ -30,7 +33,8 @@ def scratch(name: str, parent: Path | None = None) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        if not is_kept(path):
+            shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
 
 

@@ -38,6 +38,8 @@ from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.table import teacher_positions, valid_anchors
 
 _THREADS = 4
+# in an error, which is one line
+_NAMED_SHARDS = 20
 
 
 @dataclass
@@ -57,6 +59,10 @@ class Report:
     damaged_shards: list[ShardId] = field(default_factory=list)
     """Those whose data or commit record is damaged or missing: what a capture can redo."""
     is_seal_damaged: bool = False
+
+    def count_text(self) -> str:
+        """`1 problem`, `2 problems`."""
+        return f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
 
 
 def verify(path: str | Path, *, deep: bool) -> Report:
@@ -345,11 +351,20 @@ def main(run: object, place: object, extra: Mapping[str, object]) -> None:
 
 
 def fail(report: Report) -> None:
-    """ValueError that lists the problems, if there are any."""
-    if report.problems:
-        listed = "; ".join(report.problems[:20])
-        more = len(report.problems) - 20
+    """ValueError with their number and what to do, if there are problems; they were listed."""
+    if not report.problems:
+        return
+    told = f"{report.count_text()} in {report.path}, listed above: "
+    if report.damaged_shards or report.is_seal_damaged:
+        shards = ", ".join(map(str, report.damaged_shards[:_NAMED_SHARDS])) or "the seal alone"
+        more = "" if len(report.damaged_shards) <= _NAMED_SHARDS else ", ..."
+        deep = " --deep" if report.is_deep else ""
         raise ValueError(
-            f"{len(report.problems)} problems in {report.path}: {listed}"
-            + (f"; and {more} more" if more > 0 else "")
+            f"{told}dflash verify{deep} --repair {report.path} uncommits what is damaged (shards "
+            f"{shards}{more}), and the same dflash capture does it again"
         )
+    if not report.num_shards:
+        raise ValueError(f"{told}nothing else was looked at; is that the store's own directory?")
+    raise ValueError(
+        f"{told}no shard is damaged, so --repair does not help; capture the store anew"
+    )

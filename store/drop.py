@@ -17,9 +17,13 @@ def drop(store: Path, layout: Layout, name: str) -> None:
         found = consumers(store, layout)
         wanted = str(Path(name).absolute())
         chosen = [one for one in found if name in (one.id, one.name) or wanted == one.name]
+        if not found:
+            raise UsageError(f"no training run follows {store}: there is none to drop")
         if not chosen:
-            known = ", ".join(one.name for one in found) or "none"
-            raise UsageError(f"{store} has no consumer {name}; it has: {known}")
+            known = ", ".join(one.name for one in found)
+            raise UsageError(
+                f"no training run {name} follows {store}: --drop takes one of these: {known}"
+            )
         for one in chosen:
             remove_row(store, one)
 

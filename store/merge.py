@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -225,10 +226,17 @@ def main(run: object, place: Place, extra: Mapping[str, object]) -> None:
     def progress(done: int, total: int) -> None:
         log.progress(done, total, "shards")
 
-    merge(
-        str(extra["out"]),
-        [str(one) for one in inputs],
-        deep=bool(extra["deep"]),
-        say=log.say,
-        progress=progress,
-    )
+    logs = paths.log_directory(Path(str(extra["out"])))
+    is_new = not logs.exists()
+    try:
+        merge(
+            str(extra["out"]),
+            [str(one) for one in inputs],
+            deep=bool(extra["deep"]),
+            say=log.say,
+            progress=progress,
+        )
+    finally:
+        if is_new:
+            # locks: nobody captures into a merged store
+            shutil.rmtree(logs, ignore_errors=True)

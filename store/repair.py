@@ -16,12 +16,13 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.build import plan_lock
-from dflash_pipeline.store.check import Report, fail, verify
+from dflash_pipeline.store.check import Report, verify
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.metadata import read_root
 from dflash_pipeline.store.stripes import missing_mounts
 
 _LOCK_WAIT_S = 1.0
+_NAMED_PROBLEMS = 20
 # nobody is taken over here: a shard that another process holds is left alone
 _HEARTBEAT_S, _HUNG_S = 10.0, 600.0
 
@@ -92,4 +93,8 @@ def main(run: object, place: object, extra: Mapping[str, object]) -> None:
         elif not after.problems:
             left = after.num_shards - after.num_committed
             print(f"the command that captured {path} redoes {left} of {after.num_shards} shards")
-    fail(after)
+    if after.problems:
+        raise ValueError(
+            f"{after.count_text()} left in {path}: {'; '.join(after.problems[:_NAMED_PROBLEMS])}; "
+            "--repair helps shards that no capture is writing, the rest must be captured anew"
+        )

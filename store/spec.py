@@ -22,6 +22,8 @@ QUANTISED_MODES = ("int8", "int4")
 HIDDEN_MODES = ("bf16", *QUANTISED_MODES)
 LAST_MODES = (*HIDDEN_MODES, "none")
 LAST_ROWS = ("teacher", "all")
+# of a hash that is shown
+_SHOWN_DIGITS = 12
 
 Record = TypeVar("Record")
 
@@ -182,9 +184,12 @@ class StoreSpec:
         return self.num_layers + self.has_last
 
     def differences(self, other: StoreSpec) -> list[str]:
-        """Each field that differs, as `name: mine and theirs`; empty if identical."""
+        """Each field that differs, as `name: mine and theirs`; empty if identical.
+
+        Of hashes the first digits, which tell them apart.
+        """
         return [
-            f"{item.name}: {getattr(self, item.name)!r} and {getattr(other, item.name)!r}"
+            f"{item.name}: {_short(item.name, self)} and {_short(item.name, other)}"
             for item in fields(self)
             if getattr(self, item.name) != getattr(other, item.name)
         ]
@@ -197,6 +202,11 @@ class StoreSpec:
     def from_dict(cls, found: object) -> StoreSpec:
         """The inverse of `to_dict`, refusing what it does not know."""
         return from_dict(cls, found, "identity")
+
+
+def _short(name: str, spec: StoreSpec) -> str:
+    value = getattr(spec, name)
+    return repr(value[:_SHOWN_DIGITS] if name.endswith("_hash") else value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from click.testing import CliRunner
 from dflash_pipeline.cli import dflash, main
 from dflash_pipeline.configs.docs import field_docs
 from dflash_pipeline.configs.gpus import parse, reserved
-from dflash_pipeline.configs.load import load
+from dflash_pipeline.configs.load import load, to_dict
 from dflash_pipeline.configs.options import SchemaOption, resolve
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import new_status, write_status
+from dflash_pipeline.store.documents import canonical
+from dflash_pipeline.store.metadata import read_root, root_document
 
 GOLDEN = Path(__file__).parent / "golden" / "help.txt"
 
@@ -727,6 +730,32 @@ def test_the_line_that_is_to_come_next_can_be_typed_and_says_what_this_one_did(
             assert after[section][name] == before[section][name]
         assert after["data"]["heldout"] == before["data"]["heldout"]
         assert (after["data"]["limit"], after["target"]["id"]) == (0, "toy")
+
+
+@pytest.fixture
+def recorded_store() -> str:
+    """A store in the working directory, captured on the toy target."""
+    shutil.copytree(Path(__file__).parent / "golden" / "store-v1-bf16", "made", symlinks=True)
+    root, _, _, attributes = read_root(Path("made"))
+    run = to_dict(load("toy", ['data.files=["b c.jsonl"]', "store.path=elsewhere/made"], {}))
+    again = replace(root, attributes=replace(attributes, run=dict(run)).to_dict())
+    Path("made/zarr.json").write_bytes(canonical(root_document(again)))
+    return "made"
+
+
+def test_what_comes_after_a_store_takes_the_preset_that_it_was_captured_with(
+    type_line: Callable[..., Ended], recorded_store: str
+) -> None:
+    training = f"next: dflash train --store {recorded_store} --config toy"
+    assert type_line(f"dflash verify --deep {recorded_store}").last_line == training
+    assert type_line(f"dflash verify --repair {recorded_store}").last_line == training
+    merged = type_line(f"dflash merge new {recorded_store} x").last_line
+    assert merged == "next: dflash train --store new --config toy"
+    # a repair took the seal: the capture comes first
+    Path(recorded_store, "commit_sealed/c/0").unlink()
+    assert type_line(f"dflash verify --repair {recorded_store}").last_line == (
+        f"next: dflash capture --data 'b c.jsonl' --store {recorded_store} --config toy"
+    )
 
 
 def test_a_name_that_is_taken_is_not_proposed(type_line: Callable[..., Ended]) -> None:

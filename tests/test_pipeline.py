@@ -116,4 +116,4 @@ def test_each_command_s_last_line_is_the_next_command(tmp_path: Path) -> None:
         *_, last = _run(tmp_path, line).strip().splitlines()
         line = last.removeprefix("next: ")
     assert typed == ["generate", "capture", "train", "eval", "export"]
-    assert line.strip().startswith("python -m sglang.launch_server --model-path toy")
+    assert line.strip().startswith("python -m sglang.launch_server --model-path TARGET")

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import PACKAGED, Run
 from dflash_pipeline.store import Store, durable, open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.spec import StoreSpec
@@ -187,7 +187,6 @@ def main(run: Run, place: Place, extra: Mapping[str, object]) -> None:
     log = RunLog(place)
     checkpoint = read_checkpoint(str(extra["checkpoint"]))
     out = Path(str(extra["out"]))
-    target_id = run.target.id or "TARGET"
     if extra["layout"] == "zlab":
         write_zlab(out, checkpoint.shape, checkpoint.tensors, checkpoint.trained_on)
     else:
@@ -198,23 +197,28 @@ def main(run: Run, place: Place, extra: Mapping[str, object]) -> None:
                 "of that target with --store"
             )
         store = open_store(store_path)
-        if not run.target.id:
-            target_id = store.spec.target_id
         write_speculators(
             out,
             checkpoint.shape,
             checkpoint.tensors,
             _bf16(store.embed()),
             _bf16(store.head()),
-            target_id,
+            run.target.id or store.spec.target_id,
             store.target_config().get("architectures") or [],
             checkpoint.trained_on,
         )
     log.say(f"{checkpoint.path} is now {out} ({extra['layout']} layout), read back bit for bit")
-    log.say("next: serve it with one of")
+    is_servable = run.target.id not in ("", *PACKAGED)
+    commands = serving_commands(checkpoint.shape, out, run.target.id if is_servable else "TARGET")
     # SGLang knows no speculators layout
-    commands = serving_commands(checkpoint.shape, out, target_id)
-    for command in commands if extra["layout"] == "zlab" else commands[:1]:
+    commands = commands if extra["layout"] == "zlab" else commands[:1]
+    if not is_servable:
+        known = f"{run.target.id} is a name of this package alone; " if run.target.id else ""
+        log.say(
+            f"{known}TARGET stands for the target's directory or hub name, as a server loads it"
+        )
+    log.say("next: serve it with one of" if len(commands) > 1 else "next: serve it with")
+    for command in commands:
         log.say(f"  {command}")
 
 

@@ -46,6 +46,7 @@ def check_stores(run: Run, stores: Sequence[Store], is_resumed: bool) -> None:
         if found := _differences(first, other):
             raise UsageError(
                 f"{first.path} and {other.path} cannot be trained together: {'; '.join(found)}"
+                f"{_hint(first, other)}"
             )
     for place, store in enumerate(stores):
         for before in stores[:place]:
@@ -66,6 +67,14 @@ def check_stores(run: Run, stores: Sequence[Store], is_resumed: bool) -> None:
                 f"{store.path} is still being captured and --no-follow was given: wait for the "
                 "capture to end, or leave --no-follow out"
             )
+
+
+def _hint(first: Store, other: Store) -> str:
+    """What to do about two stores that differ; the rows of one cannot be changed."""
+    one, two = (replace(store.spec, calibration_hash="") for store in (first, other))
+    if one == two and first.spec != other.spec:
+        return f"; capture {other.path} again with --calibration-from {first.path}"
+    return "; train on each alone, or capture one of them again with the settings of the other"
 
 
 def _differences(first: Store, other: Store) -> list[str]:

@@ -52,6 +52,13 @@ def dropped_lines(
                 f"dropped {num_dropped} of {len(table)} samples of {path} ({num_held_out} of them "
                 "held out)"
             )
+    held_out = [table.split == HELD_OUT for table in tables]
+    is_left = any((one & kept_N).any() for one, kept_N in zip(held_out, kept, strict=True))
+    if lines and not is_left and any(one.any() for one in held_out):
+        lines.append(
+            "all held-out samples were dropped: no validation, no best step and no early end; keep "
+            "some of them, or measure with dflash eval --prompts"
+        )
     return lines
 
 

@@ -92,6 +92,15 @@ def test_answers_equal_greedy_decoding_one_by_one(tmp_path: Path, target: str) -
     assert len({tuple(line["token_ids"][-6:]) for line in found.values()}) > 1
 
 
+def test_a_command_that_cannot_work_leaves_no_file(tmp_path: Path, target: str) -> None:
+    run = run_of(tmp_path, target)
+    Path(run.data.files[0]).write_text('{"id": "a"}\n')
+    with pytest.raises(ValueError, match=r"1 of 1 rows are unusable.*--set data.max_bad_share=1"):
+        generate.main(run, place_of(tmp_path), {})
+    assert not Path(run.generate.out).exists()
+    assert not (tmp_path / "answers.jsonl.logs" / "settings.json").exists()
+
+
 def test_the_line_reads_back_as_a_conversation(tmp_path: Path, target: str) -> None:
     run = run_of(tmp_path, target)
     generate.main(run, place_of(tmp_path), {})
@@ -343,7 +352,7 @@ def test_the_path_is_tried_on_a_twin_before_the_weights_load(
     with pytest.raises(ValueError, match="stop here"):
         generate.main(run_of(tmp_path, target), place_of(tmp_path), {})
     assert [Path(name).name for name in loaded] == ["twin"]
-    assert not Path(tmp_path / "answers.jsonl").read_text()
+    assert not (tmp_path / "answers.jsonl").exists()
 
 
 def test_every_end_token_of_the_target_stops_an_answer(

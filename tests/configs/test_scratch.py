@@ -56,6 +56,16 @@ def test_a_file_system_without_locks_is_named(
     assert list(temporary.iterdir()) == []
 
 
+def test_what_is_kept_stays_until_the_next_of_its_name(temporary: Path) -> None:
+    for _ in range(3):
+        with scratch("logs", is_kept=lambda path: (path / "error").exists()) as path:
+            (path / "error").touch()
+        assert list(temporary.iterdir()) == [path]
+    with scratch("logs"):
+        pass
+    assert list(temporary.iterdir()) == []
+
+
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_holds_is_not(
     temporary: Path,
 ) -> None:

@@ -195,16 +195,31 @@ def test_the_command_lists_faults_and_fails(
     assert "8 of 8 shards committed" in capsys.readouterr().out
     flip(store.path / paths.hidden_file(ShardId(1, 4)), 0)
     flip(store.path / paths.last_file(ShardId(0, 0)), 0)
-    with pytest.raises(ValueError, match=r"2 problems in .*b0/last/c/0/0.*b1/hidden/c/4/0/0"):
+    remedy = (
+        r"2 problems in .*: dflash verify --deep --repair .* \(shards b0/0, b1/4\), and the same"
+    )
+    with pytest.raises(ValueError, match=remedy):
         main(None, None, extra)
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 3
+    assert out.index("b0/last/c/0/0") < out.index("b1/hidden/c/4/0/0")
     with pytest.raises(ValueError, match="2 problems"):
         main(None, None, extra | {"json": True})
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
     with pytest.raises(ValueError, match="no store at"):
         main(None, None, extra | {"path": str(store.path / "b7")})
-    with pytest.raises(ValueError, match="not that of a hidden-state store"):
+    with pytest.raises(ValueError, match="nothing else was looked at"):
         main(None, None, extra | {"path": str(store.path / "b0")})
+    assert "not that of a hidden-state store" in capsys.readouterr().out
+
+
+def test_a_fault_that_is_of_no_shard_is_not_said_to_be_repaired(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store.path / "stray").touch()
+    with pytest.raises(ValueError, match=r"1 problem in .* so --repair does not help"):
+        main(None, None, {"path": str(store.path), "deep": False, "json": False})
+    assert "does not belong into a store" in capsys.readouterr().out
 
 
 def test_opening_after_verify_is_unchanged(tiny: ModuleType, store: Store) -> None:

@@ -33,6 +33,9 @@ def test_differences_name_each_field(tiny: ModuleType) -> None:
         "template_args",
     ]
     assert mine.differences(theirs)[0] == "layer_ids: (1, 3, 5) and (1, 3, 6)"
+    # of a hash what tells it apart, on one line with all the rest
+    theirs = tiny.make_spec(tokenizer_hash="0123456789abcdef" * 4)
+    assert mine.differences(theirs)[0].endswith(" and '0123456789ab'")
 
 
 @pytest.mark.parametrize(

@@ -422,4 +422,12 @@ def test_the_command_turns_one_layout_into_the_other(
         path / "model.safetensors"
     ).read_bytes()
     assert config_of(tmp_path / "z") == config_of(path)
-    assert "vllm serve org/t " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    # one line where one server reads the layout, two where two do
+    assert out.count("next: serve it with\n  vllm serve TARGET ") == 1
+    assert "next: serve it with one of\n  vllm serve org/t " in out
+    packaged = Run(target=TargetConfig(id="toy"))
+    export.main(packaged, place, back | {"store": "", "out": str(tmp_path / "y")})
+    out = capsys.readouterr().out
+    assert "toy is a name of this package alone; TARGET stands for" in out
+    assert "serve toy" not in out

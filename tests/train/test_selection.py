@@ -17,6 +17,7 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run, TrainConfig
 from dflash_pipeline.configs.shares import StoreShare
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.table import HELD_OUT
 from dflash_pipeline.train import worker
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.order import catalog
@@ -62,6 +63,15 @@ def test_what_is_left_out_is_counted(tables: list[Any]) -> None:
     nothing = replace(config, drop_samples=())
     # one of the two in `a` was held out and never drawn
     assert len(catalog(tables, shares, nothing)) - len(catalog(tables, shares, config)) == 1
+
+
+def test_a_run_without_validation_is_told_so(tables: list[Any]) -> None:
+    held_out = [t.key(int(i)) for t in tables for i in np.flatnonzero(t.split == HELD_OUT)]
+    *some, last = dict.fromkeys(held_out)
+    for dropped, is_told in (((*some, last), True), (tuple(some), False)):
+        kept = kept_samples(tables, TrainConfig(drop_samples=dropped))
+        told = dropped_lines(["a", "b"], tables, kept)[-1]
+        assert told.startswith("all held-out samples were dropped: no validation") is is_told
 
 
 @pytest.mark.parametrize(
