@@ -20,7 +20,7 @@ from dflash_pipeline.store import durable, paths, stripes
 from dflash_pipeline.store.commit import COMMITTED, RELEASED, Commit
 from dflash_pipeline.store.consumers import consumers, presence_text
 from dflash_pipeline.store.reader import Store, open_store
-from dflash_pipeline.store.report import render
+from dflash_pipeline.store.report import render, sample_text
 from dflash_pipeline.store.snippet import snippet
 from dflash_pipeline.store.spec import SAMPLE_STATES, ShardId
 from dflash_pipeline.store.table import HELD_OUT
@@ -294,4 +294,7 @@ def _runs(mask: list[int]) -> list[tuple[int, int]]:
 def main(run: object, place: object, extra: Mapping[str, object]) -> None:
     """Entry of `dflash inspect`; extra: path, json, sample."""
     found = describe(str(extra["path"]), str(extra["sample"]))
-    print(json.dumps(found, indent=1, ensure_ascii=False) if extra["json"] else render(found))
+    if extra["json"]:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+    else:
+        print(sample_text(found) if extra["sample"] else render(found))

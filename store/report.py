@@ -29,6 +29,11 @@ def render(found: Mapping[str, Any]) -> str:
     return "\n".join(line for part in parts for line in part(found))
 
 
+def sample_text(found: Mapping[str, Any]) -> str:
+    """The sample that was asked for, alone."""
+    return "\n".join([*_sample(found), *_problems(found)])
+
+
 def _head(found: Mapping[str, Any]) -> list[str]:
     identity, samples, total = found["identity"], found["samples"], found["total"]
     progress = found["progress"]
@@ -42,8 +47,8 @@ def _head(found: Mapping[str, Any]) -> list[str]:
         f"samples {samples['all']} ({samples['held_out']} held out, {samples['readable']} "
         f"readable): " + _counts(samples["domains"]),
         f"tokens {total['committed_tokens']} of {total['tokens']}, {size_text(total['bytes'])}, "
-        f"{total['bytes_per_token']:.0f} bytes a token, {total['ratio_to_bf16']:.2f}x against "
-        "bf16 of all rows",
+        f"{total['bytes_per_token']:.0f} bytes a token, {total['ratio_to_bf16']:.2f}x smaller "
+        "than bf16 with `last` of every token",
     ]
     if found["mounts"]:
         lines.insert(1, f"shards lie in it and on {', '.join(found['mounts'])}")
@@ -101,7 +106,10 @@ def _layers(found: Mapping[str, Any]) -> list[str]:
         one = seen.get(row["layer"])
         more = [f"{one[k]:.4g}" for k in ("median_abs", "rms_p50", "rms_p99")] if one else ["-"] * 3
         rows.append([row["layer"], f"{row['amax']:.4g}", str(row["clipped"]), *more])
-    return _table(("layer", "amax", "clipped", "median |x|", "rms p50", "rms p99"), rows)
+    lines = _table(("layer", "amax", "clipped", "median |x|", "rms p50", "rms p99"), rows)
+    one = found["sample"]
+    whose = f"the others sample {one['sample']}'s alone" if one else "the others one sample's alone"
+    return [*lines, f"amax and clipped: of all committed rows; {whose}"]
 
 
 def _calibration(found: Mapping[str, Any]) -> list[str]:

@@ -60,6 +60,10 @@ def test_text_and_json_come_out_on_their_own(
     text = capsys.readouterr().out
     for part in ("sealed, 8 of 8 shards", "layers 1 3 5 of 8", "rms p99", "in a notebook"):
         assert part in text
+    assert "amax and clipped: of all committed rows; the others sample 0's alone" in text
+    # a sample that is asked for comes alone
+    main(None, None, {"path": str(store.path), "json": False, "sample": "3"})
+    assert capsys.readouterr().out.startswith(f"sample 3 {store.table.key(3)!r} ")
     main(None, None, {"path": str(store.path), "json": True, "sample": ""})
     assert json.loads(capsys.readouterr().out)["state"] == "sealed"
 
