@@ -494,6 +494,8 @@ def _check_evaluation(run: Run) -> None:
         sources.check(run.eval.prompts)
     elif run.store.path:
         _check_store(run.store.path)
+    else:
+        raise UsageError("eval needs --prompts to decode, or --store to replay held-out samples")
     if run.eval.json:
         inputs.check_out_file(run.eval.json, "--json")
     if run.eval.plot:
@@ -621,8 +623,9 @@ def export(
     if not Path(checkpoint).is_dir():
         raise UsageError(f"{checkpoint}: there is no such run, step or checkpoint directory")
     inputs.check_new_directory(out, "--out")
-    if run.store.path and layout == "speculators":
-        _check_store(run.store.path)
+    if layout == "speculators":
+        # it carries the target's embedding and head
+        _check_store(_need(run.store.path, "--store DIR", "store.path"))
     extra = {"checkpoint": checkpoint, "out": out, "layout": layout, "store": run.store.path}
     with _scratch_logs("export") as logs:
         # its last lines are the serving commands, which only that process can write
