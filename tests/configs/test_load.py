@@ -93,7 +93,9 @@ def test_a_wrong_set_is_refused(text: str, message: str) -> None:
 
 
 # numbers below zero that mean something
-_BELOW_ZERO = {"target.mask_token_id", "capture.seed", "generate.seed", "train.seed"}
+_BELOW_ZERO = {"target.mask_token_id"} | {
+    f"{section}.seed" for section in ("generate", "capture", "train", "eval")
+}
 
 
 def test_no_number_may_be_negative_but_those_that_mean_something() -> None:
