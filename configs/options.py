@@ -70,6 +70,30 @@ def line(
     return shlex.join(words)
 
 
+# what a text stands for, where its field's type does not say it
+_STANDS_FOR = {
+    "capture.calibration_from": "STORE",
+    "capture.quota": "SIZE",
+    "data.files": "FILE",
+    "eval.drafter": "DRAFTER",
+    "eval.endpoint": "URL",
+    "eval.json": "FILE",
+    "eval.plot": "FILE",
+    "eval.prompts": "FILE",
+    "generate.endpoints": "URL",
+    "generate.out": "FILE",
+    "store.path": "DIR",
+    "target.id": "MODEL",
+    "target.system_prompt": "TEXT",
+    "target.template_args": "KEY=VALUE",
+    "train.drop_domains": "NAME",
+    "train.drop_samples": "KEY|@FILE",
+    "train.init_from": "DRAFTER",
+    "train.out": "DIR",
+    "train.stores": "DIR[:SHARE]",
+}
+
+
 def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Function], Function]:
     """An option whose meaning, type and default are the schema's field `key`.
 
@@ -85,12 +109,16 @@ def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Funct
     text += " Repeatable." if is_list else ""
     if turns is None and doc.default not in ("", ()):
         text += f"  [default: {doc.default}]"
+    elif turns is None and "empty:" not in text.lower():
+        text += "  [default: the configuration file's]"
 
     def keep(context: click.Context, _parameter: click.Parameter, value: Any) -> None:
         if value not in (None, ()):
             give(context, key, turns if turns is not None else value)
 
     declared: dict[str, Any] = {"multiple": is_list, "type": kind}
+    if kind is str:
+        declared["metavar"] = _STANDS_FOR[key]
     if turns is not None:
         declared = {"is_flag": True, "flag_value": True, "default": None, "type": bool}
     return click.option(
