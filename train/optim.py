@@ -296,6 +296,7 @@ class Optimizer:
             "fp32 masters": self._master.nbytes,
             "moments": self._average.nbytes + self._square.nbytes,
             "gradient": self._gradient.nbytes,
+            "first gradients of a window": sum(one.nbytes for one in self._firsts.values()),
         }
 
     def masters(self) -> dict[str, Tensor]:
