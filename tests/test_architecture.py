@@ -87,6 +87,14 @@ def test_packages_listed_are_the_folders_on_disk() -> None:
     assert set(project["tool"]["setuptools"]["packages"]) == on_disk
 
 
+def test_what_the_tests_install_holds_every_optional_part_but_the_heavy_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    # datasets brings pandas and an HTTP stack; its door is tested with a stand-in
+    optional = set(extras) - {"test", "datasets"}
+    assert f"dflash-pipeline[{','.join(sorted(optional))}]" in extras["test"]
+
+
 def test_root_has_no_init_file() -> None:
     # with one, pytest would put the parent folder on the path and mypy would misname the tree
     assert not (ROOT / "__init__.py").exists()
