@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_pipeline.capture import preflight, sources
+from dflash_pipeline.capture import preflight
 from dflash_pipeline.capture.answerer import Answerer
 from dflash_pipeline.capture.answers import dialogues
 from dflash_pipeline.capture.batches import Int
@@ -32,6 +32,7 @@ from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target, compute_dtype
 from dflash_pipeline.capture.warmup import num_positions, planned_shapes, warm_up
 from dflash_pipeline.capture.worker import BatchTime, capture, explained_start, prepare_torch, seal
+from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.fit import fitted
 from dflash_pipeline.configs.place import Place
@@ -65,7 +66,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     """
     prepare_torch(place)
     log, folder = RunLog(place), Path(str(extra["folder"]))
-    sources.check(run.data.files)
+    inputs.check_data(run.data.files)
     files = resolve(run.target)
     sampled = Sampled(_MOST_SAMPLED)
     work, lengths = count(run, files, place, sampled)

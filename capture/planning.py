@@ -27,6 +27,7 @@ from dflash_pipeline.capture.samples import Conversation, Dropped, read
 from dflash_pipeline.capture.settings import recorded, settings_path
 from dflash_pipeline.capture.spool import Spool
 from dflash_pipeline.capture.template import template_arguments_text
+from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.mounts import root_of, split
@@ -62,7 +63,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     log = RunLog(place)
     kind, only_count = str(extra["kind"]), bool(extra["only_count"])
     num_workers = int(str(extra["num_workers"]))
-    sources.check(run.data.files)
+    inputs.check_data(run.data.files)
     files = resolve(run.target)
     # refused here, before anything is read
     files.layer_ids(run.target)

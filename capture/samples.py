@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_pipeline.capture import sources
+from dflash_pipeline.configs import inputs
 from dflash_pipeline.store import table
 
 Message = dict[str, str]
@@ -121,7 +122,7 @@ def read(files: Sequence[str], limit: int, dropped: Dropped) -> Iterator[Convers
     `limit` is the number of rows read at most over all files, 0: all. Memory holds one row and
     eight bytes for each key seen.
     """
-    sources.check(files)
+    inputs.check_data(files)
     names = sources.stems(files)
     seen: set[int] = set()
     for source, (file, name) in enumerate(zip(files, names, strict=True)):

@@ -56,24 +56,6 @@ def stems(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check(sources: Sequence[str]) -> None:
-    """Raise UsageError unless every source exists and has a known kind."""
-    if not sources:
-        raise UsageError("no data: data.files is empty; name files with --data or in dflash.toml")
-    for source in sources:
-        if source.startswith("hf:"):
-            if not source[3:].split(":")[0]:
-                raise UsageError(f"data source {source!r} names no data set: write hf:NAME[:SPLIT]")
-            continue
-        path = Path(source)
-        if not path.is_file():
-            raise UsageError(f"data file {source} does not exist or is not a file")
-        if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-            raise UsageError(
-                f"data file {source}: expected .jsonl, .jsonl.gz or .parquet, or hf:NAME[:SPLIT]"
-            )
-
-
 def rows(source: str) -> Iterator[Row]:
     """Rows of one source, in order; blank lines are no rows."""
     if source.startswith("hf:"):

@@ -14,7 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_pipeline.configs import sweep
+import click
+
+from dflash_pipeline.configs import following, gpus, sweep, torchrun
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import Beside, launch, noted_signals
 from dflash_pipeline.configs.load import RUN_FILE
@@ -56,6 +59,35 @@ class _NamedLines:
 
     def flush(self) -> None:
         sys.stdout.flush()
+
+
+def train_variants(
+    variants: Sequence[Variant], out: str, devices: Devices, share: bool, resume: bool
+) -> tuple[str, int]:
+    """Train every variant, and say how they ended; the best one's folder, and a signal or 0.
+
+    UsageError under torchrun, and where one that is done is not what is asked for now. ValueError
+    names those that failed.
+    """
+    if torchrun.is_rank():
+        raise UsageError("--sweep under torchrun: run the line itself, it starts a process each")
+    if resume:
+        check_done(variants)
+    Path(out).mkdir(parents=True, exist_ok=True)
+    click.echo(f"train: {len(variants)} variants -> {out} on {devices}")
+    entry = "dflash_pipeline.train.worker:main"
+    with gpus.reserved(devices, "train", share):
+        outcomes, signal = run_variants(entry, variants, devices, Path(out), resume)
+    for text in table(outcomes):
+        click.echo(text)
+    failed = [one.name for one in outcomes if one.state == "failed"]
+    if failed and not signal:
+        raise ValueError(
+            f"{len(failed)} of {len(outcomes)} variants failed: {', '.join(failed)}; the errors "
+            f"are above and in {out}/{RESULT_FILE}; to go on with them: {following.resuming(out)}"
+        )
+    best = max(outcomes, key=lambda one: one.best_tau or 0.0)
+    return f"{out}/{best.name}", signal
 
 
 def run_variants(

@@ -10,6 +10,45 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.mounts import root_of
+
+
+def need(value: Sequence[str], flag: str, key: str) -> str:
+    """The value itself, or UsageError naming both places to set it."""
+    if not value:
+        raise UsageError(f"nothing says what {key} is: give {flag}, or set it in dflash.toml")
+    return str(value)
+
+
+def check_data(sources: Sequence[str]) -> None:
+    """Raise UsageError unless every source exists and has a known kind."""
+    if not sources:
+        raise UsageError("no data: data.files is empty; name files with --data or in dflash.toml")
+    for source in sources:
+        if source.startswith("hf:"):
+            if not source[3:].split(":")[0]:
+                raise UsageError(f"data source {source!r} names no data set: write hf:NAME[:SPLIT]")
+            continue
+        path = Path(source)
+        if not path.is_file():
+            raise UsageError(f"data file {source} does not exist or is not a file")
+        if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+            raise UsageError(
+                f"data file {source}: expected .jsonl, .jsonl.gz or .parquet, or hf:NAME[:SPLIT]"
+            )
+
+
+def check_store(path: str) -> None:
+    """What only reads a store needs one; whether it is whole is the stage's to say."""
+    if not root_of(path).is_dir():
+        raise UsageError(f"there is no store {path}: name the directory that dflash capture wrote")
+
+
+def check_checkpoint(path: str, flag: str) -> None:
+    """Refuse a drafter that is no directory; `flag` names the option, empty: an argument."""
+    if not Path(path).is_dir():
+        where = f"{flag} {path}" if flag else path
+        raise UsageError(f"{where}: there is no such run, step or checkpoint directory")
 
 
 def check_target(name: str) -> None:

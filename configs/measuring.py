@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dflash_pipeline.configs import gpus
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
@@ -23,7 +24,9 @@ from dflash_pipeline.configs.prediction import (
     TrainWork,
 )
 from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.configs.screen import Lines
+from dflash_pipeline.configs.stage import scratch_logs
 
 # what a measurement holds for; how much data there are, and where, is counted anew
 _SECTIONS = ("target", "drafter", "loss", "optim", "feed")
@@ -41,6 +44,42 @@ class MeasuringFailed(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(f"exit code {code}")
         self.code = code
+
+
+def measured(
+    run: Run, devices: Devices, store: Path, measurement: str, share: bool, lines: Lines
+) -> Predictor:
+    """`predictor` on the first of the devices, in a folder beside the store, where its disk is."""
+    first = Devices(devices.kind, devices.ids[: run.target.num_gpus])
+    gpus.check(first, share)
+    parent = next(folder for folder in store.absolute().parents if folder.is_dir())
+    with (
+        scratch_logs("plan") as logs,
+        scratch("plan", parent) as folder,
+        gpus.reserved(first, "plan", share),
+    ):
+        return predictor(run, first, folder, logs, measurement, lines)
+
+
+def planned_devices(
+    text: str, capture_text: str, train_text: str
+) -> tuple[Devices, tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """All devices of a plan, and their split where the line names one."""
+    if not capture_text and not train_text:
+        return gpus.parse(text), None
+    if text or not (capture_text and train_text):
+        raise UsageError("--capture-gpus and --train-gpus go together, and without --gpus")
+    first, second = gpus.parse(capture_text), gpus.parse(train_text)
+    if first.kind == "cpu" == second.kind and not gpus.gpus_are_cpu():
+        # CPU workers have no numbers of their own
+        later = tuple(len(first.ids) + number for number in second.ids)
+        second = Devices("cpu", later)
+    if first.kind != second.kind or set(first.ids) & set(second.ids):
+        raise UsageError(
+            f"--capture-gpus {capture_text} and --train-gpus {train_text}: name different GPUs"
+        )
+    everything = Devices(first.kind, tuple(sorted((*first.ids, *second.ids))))
+    return everything, (first.ids, second.ids)
 
 
 def predictor(

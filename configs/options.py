@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import click
@@ -15,8 +14,8 @@ from dflash_pipeline.configs.schema import Run
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# what the options of a line set in the run, kept until the body resolves it
-_GIVEN = "dflash_pipeline.given"
+# what is kept of a line until the body resolves it: what its options set in the run, and the rest
+_GIVEN, _CONFIG, _SETS = (f"dflash_pipeline.{name}" for name in ("given", "config", "sets"))
 
 
 class SchemaOption(click.Option):
@@ -27,9 +26,9 @@ class SchemaOption(click.Option):
         self.schema_key = schema_key
 
 
-def resolve(context: click.Context, config: str, sets: tuple[str, ...]) -> Run:
+def resolve(context: click.Context) -> Run:
     """The run of this line: its options over `--set`, over the file, the preset, the schema."""
-    return load(config, sets, given(context))
+    return load(config_of(context), sets_of(context), given(context))
 
 
 def given(context: click.Context) -> dict[str, object]:
@@ -43,31 +42,23 @@ def give(context: click.Context, key: str, value: object) -> None:
     context.meta.setdefault(_GIVEN, {})[key] = value
 
 
-def line(
-    context: click.Context,
-    command: click.Command,
-    told: Mapping[str, object],
-    config: str,
-    sets: Sequence[str],
-    arguments: Sequence[str] = (),
-) -> str:
-    """The line of another command of the same run, as it can be typed; `arguments` come first.
+def config_of(context: click.Context) -> str:
+    """The file or preset that the line names; empty: none."""
+    return str(context.meta.get(_CONFIG, ""))
 
-    It says what `told` has (schema key -> value; None: nothing), what the options of this line set
-    where the other command has an option for it, and this line's --config and --set.
-    """
-    values = {**context.meta.get(_GIVEN, {}), **told}
-    words = ["dflash", str(command.name), *arguments]
-    for parameter in command.params:
-        value = values.get(parameter.schema_key) if isinstance(parameter, SchemaOption) else None
-        if value is None:
-            continue
-        for one in value if isinstance(value, tuple) else (value,):
-            words += [parameter.opts[0]] if one is True else [parameter.opts[0], str(one)]
-    words += ["--config", config] if config else []
-    for text in sets:
-        words += ["--set", text]
-    return shlex.join(words)
+
+def sets_of(context: click.Context) -> tuple[str, ...]:
+    """The line's `--set`, each `section.key=value`."""
+    found: tuple[str, ...] = context.meta.get(_SETS, ())
+    return found
+
+
+def _keep_config(context: click.Context, _parameter: click.Parameter, value: str) -> None:
+    context.meta[_CONFIG] = value
+
+
+def _keep_sets(context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]) -> None:
+    context.meta[_SETS] = value
 
 
 # what a text stands for, where its field's type does not say it
@@ -145,16 +136,34 @@ def options(*pairs: tuple[str, str]) -> Callable[[Function], Function]:
 
 def configured(function: Function) -> Function:
     """--config and --set."""
-    function = click.option(
-        "--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any value. Repeatable."
-    )(function)
     return click.option(
         "--config",
         default="",
         metavar="FILE|PRESET",
+        expose_value=False,
+        callback=_keep_config,
         help="A TOML file or a preset; empty: $DFLASH_CONFIG, else ./dflash.toml where there is "
         f"one. Presets: {', '.join(preset_names())}.",
+    )(sets("Any value. Repeatable.")(function))
+
+
+def config_argument(function: Function) -> Function:
+    """CONFIG in the place of --config."""
+    return click.argument(
+        "config", default="", metavar="[FILE|PRESET]", expose_value=False, callback=_keep_config
     )(function)
+
+
+def sets(text: str) -> Callable[[Function], Function]:
+    """--set, with its help."""
+    return click.option(
+        "--set",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        expose_value=False,
+        callback=_keep_sets,
+        help=text,
+    )
 
 
 def placed(function: Function) -> Function:

@@ -226,6 +226,16 @@ class Predictor:
         ways = [self.side_by_side(ids[:n], ids[n:], price) for n in counts]
         return min(ways, key=lambda way: way.hours, default=None)
 
+    def both_ways(
+        self, ids: Sequence[int], sides: tuple[Sequence[int], Sequence[int]] | None, price: float
+    ) -> Prediction:
+        """On all devices one after the other, and side by side on `sides`, or on the best split."""
+        ways = [self.one_after_the_other(ids, price)]
+        if len(ids) > 1:
+            side = self.side_by_side(*sides, price) if sides else self.best_split(ids, price)
+            ways += [side] if side else []
+        return self.predicted(ways)
+
     def predicted(self, ways: Sequence[Way]) -> Prediction:
         """Everything, with the better of the ways first."""
         best = min(way.hours for way in ways)

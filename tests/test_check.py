@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_pipeline import cli
 from dflash_pipeline.capture import toytext
 from dflash_pipeline.capture.model import resolve
+from dflash_pipeline.configs import evaluation
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, Run, TargetConfig
 from dflash_pipeline.train import trust
@@ -80,7 +80,7 @@ def test_the_stages_of_a_check_agree_with_one_another(
     trust.describe(run, place, {"out": str(described)})
     found = json.loads(described.read_text())
     extra = {"kind": "cpu", "num_workers": 1, "only_count": False}
-    for entry, changed in cli.trial(run, str(tmp_path), found):
+    for entry, changed in evaluation.trial(run, str(tmp_path), found):
         module, function = entry.split(":")
         getattr(importlib.import_module(module), function)(changed, place, extra)
     results = {name: str(tmp_path / f"{name}.json") for name in ("replayed", "decoded")}

@@ -22,7 +22,7 @@ from dflash_pipeline.cli import dflash, main
 from dflash_pipeline.configs.docs import field_docs
 from dflash_pipeline.configs.gpus import parse, reserved
 from dflash_pipeline.configs.load import load, to_dict
-from dflash_pipeline.configs.options import SchemaOption, resolve
+from dflash_pipeline.configs.options import SchemaOption, given
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import new_status, write_status
 from dflash_pipeline.store.documents import canonical
@@ -107,7 +107,7 @@ def type_line(
     # before what is there, which may name the tree under test
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("dflash_pipeline.cli.APPEAR_S", 0.0)
+    monkeypatch.setattr("dflash_pipeline.configs.training.APPEAR_S", 0.0)
     monkeypatch.chdir(tmp_path / "home")
     for name in ("hs", "x"):
         Path(name).mkdir()
@@ -180,7 +180,7 @@ def test_a_trainer_waits_for_the_plan_of_a_capture_that_lives(
 def test_a_trainer_waits_a_moment_for_a_capture_that_was_started_with_it(
     type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_pipeline.cli.APPEAR_S", 60.0)
+    monkeypatch.setattr("dflash_pipeline.configs.training.APPEAR_S", 60.0)
     planning = new_status("plan", 0, "cpu")
     threading.Timer(0.3, write_status, ("new.logs", planning)).start()
     threading.Timer(1.0, Path("new").mkdir).start()
@@ -676,7 +676,7 @@ def test_an_option_that_is_not_typed_sets_nothing() -> None:
         words += ["--out", "x"] if name == "export" else []
         group = click.Context(dflash, **dflash.context_settings)
         context = command.make_context(name, words, parent=group)
-        assert resolve(context, "tiny", ()) == load("tiny", [], {}), name
+        assert load("tiny", (), given(context)) == load("tiny", (), {}), name
 
 
 def test_help_is_the_one_that_was_agreed_on() -> None:

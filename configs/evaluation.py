@@ -1,0 +1,142 @@
+"""The ways of `dflash eval`: decoding or replay, a server's counters, two compared, the whole path.
+
+Which one a line asks for, whether all that it names is there, and the stages that it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dflash_pipeline.configs import inputs
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.inputs import need
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.stage import (
+    ONE_CPU,
+    logs_near,
+    one_device,
+    run_stage,
+    scratch_logs,
+)
+
+# the one place where the target's side meets the drafter's
+DECODE_AND_SCORE = "dflash_pipeline.cli:decode_and_score"
+# of a check where --limit does not say
+CHECK_PROMPTS = 300
+
+
+def check(run: Run) -> None:
+    """UsageError unless everything that an evaluation names is there."""
+    inputs.check_checkpoint(run.eval.drafter, "--drafter")
+    if run.eval.prompts:
+        inputs.check_target(need(run.target.id, "--target MODEL", "target.id"))
+        inputs.check_data(run.eval.prompts)
+    elif run.store.path:
+        inputs.check_store(run.store.path)
+    else:
+        raise UsageError("eval needs --prompts to decode, or --store to replay held-out samples")
+    if run.eval.json:
+        inputs.check_out_file(run.eval.json, "--json")
+    if run.eval.plot:
+        inputs.check_out_file(run.eval.plot, "--plot")
+
+
+def measure(run: Run, gpus: str, share: bool) -> int:
+    """One drafter, by decoding or by replay; the exit code."""
+    check(run)
+    devices = one_device(gpus, share)
+    with logs_near(Path(run.eval.drafter)) as logs:
+        return run_stage(DECODE_AND_SCORE, run, devices, "eval", logs, {}, share)
+
+
+def ask_server(run: Run) -> int:
+    """Acceptance as a server counts it; no drafter and no device is needed here."""
+    need(run.eval.prompts, "--prompts FILE", "eval.prompts")
+    inputs.check_data(run.eval.prompts)
+    if run.eval.json:
+        inputs.check_out_file(run.eval.json, "--json")
+    with scratch_logs("eval") as logs:
+        return run_stage("dflash_pipeline.capture.served:main", run, ONE_CPU, "eval", logs, {})
+
+
+def compare(run: Run, pair: tuple[str, str], gpus: str, share: bool) -> int:
+    """Two results, or the drafters that they are made of first."""
+    if run.eval.json:
+        inputs.check_out_file(run.eval.json, "--json")
+    with scratch_logs("compare") as logs:
+        files, todo = list(pair), dict[int, Run]()
+        for number, one in enumerate(pair):
+            if Path(one).is_file():
+                continue
+            files[number] = f"{logs}/{'ab'[number]}.json"
+            changed = replace(run.eval, drafter=one, json=files[number], plot="")
+            todo[number] = replace(run, eval=changed)
+            check(todo[number])
+        for one_run in todo.values():
+            devices = one_device(gpus, share)
+            if code := run_stage(DECODE_AND_SCORE, one_run, devices, "eval", logs, {}, share):
+                return code
+        extra = {"files": files, "names": list(pair)}
+        return run_stage("dflash_pipeline.train.compare:main", run, ONE_CPU, "compare", logs, extra)
+
+
+def check_path(run: Run, gpus: str, share: bool) -> int:
+    """`--check`: all stages on a few prompts, in a directory that is removed afterwards."""
+    need(run.eval.drafter, "--drafter CHECKPOINT", "eval.drafter")
+    devices: Devices = one_device(gpus, share)
+    inputs.check_target(need(run.target.id, "--target MODEL", "target.id"))
+    need(run.eval.prompts, "--prompts FILE", "eval.prompts")
+    inputs.check_data(run.eval.prompts)
+    # here and not in the temporary directory: a store of hundreds of prompts is gigabytes
+    with tempfile.TemporaryDirectory(prefix="dflash-check-", dir=".") as folder:
+        logs, described = f"{folder}/logs", Path(folder) / "drafter.json"
+        entry, told = "dflash_pipeline.train.trust:describe", {"out": str(described)}
+        if code := run_stage(entry, run, ONE_CPU, "check", logs, told):
+            return code
+        drafter = json.loads(described.read_text(encoding="utf-8"))
+        capturing = {"kind": devices.kind, "num_workers": 1, "only_count": False}
+        for entry, changed in trial(run, folder, drafter):
+            if code := run_stage(entry, changed, devices, "check", logs, capturing, share):
+                return code
+        extra = {name: f"{folder}/{name}.json" for name in ("replayed", "decoded")}
+        extra["block_size"] = drafter["block_size"]
+        return run_stage("dflash_pipeline.train.trust:judge", run, ONE_CPU, "check", logs, extra)
+
+
+def trial(run: Run, folder: str, drafter: Mapping[str, Any]) -> list[tuple[str, Run]]:
+    """The stages of a check, in order: answers of the target, store, replay, decoding."""
+    answers = f"{folder}/answers.jsonl"
+    layer_ids, mask_token_id = tuple(drafter["layer_ids"]), drafter["mask_token_id"]
+    run = replace(
+        run,
+        target=replace(run.target, layer_ids=layer_ids, mask_token_id=mask_token_id),
+        data=replace(run.data, files=run.eval.prompts, limit=run.eval.limit or CHECK_PROMPTS),
+        generate=replace(
+            run.generate,
+            out=answers,
+            endpoints=(),
+            samples=1,
+            temperature=0.0,
+            max_new_tokens=run.eval.max_new_tokens,
+        ),
+        eval=replace(run.eval, drafter=drafter["path"], limit=0, plot="", temperature=0.0),
+    )
+    stored = replace(
+        run,
+        data=replace(run.data, files=(answers,), limit=0, heldout=1.0),
+        store=replace(run.store, path=f"{folder}/store"),
+    )
+    replayed = replace(run.eval, prompts=(), json=f"{folder}/replayed.json")
+    decoded = replace(run.eval, prompts=(answers,), json=f"{folder}/decoded.json", as_stored=True)
+    return [
+        ("dflash_pipeline.capture.generate:main", run),
+        ("dflash_pipeline.capture.planning:plan_and_capture", stored),
+        (DECODE_AND_SCORE, replace(stored, eval=replayed)),
+        (DECODE_AND_SCORE, replace(stored, eval=decoded)),
+    ]

@@ -1,0 +1,134 @@
+"""The last line of a command: what to run next, ready to be typed, or how to go on after a stop.
+
+A line is found when the command is done: what comes next may depend on what it left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+
+import click
+
+from dflash_pipeline.configs import recorded
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.mounts import root_of
+from dflash_pipeline.configs.options import SchemaOption, config_of, given, sets_of
+from dflash_pipeline.configs.schema import Run
+
+Following = str | Callable[[], str]
+
+
+def end(code: int, following: Following, again: str = "") -> int:
+    """Say what to run next, or after a signal how to go on; the exit code as it came."""
+    if code == 0:
+        click.echo(f"next: {following if isinstance(following, str) else following()}")
+    elif code >= 128 and again:
+        click.echo(f"stopped; to go on: {again}", err=True)
+    return code
+
+
+def words() -> list[str]:
+    """Those of this line."""
+    return ["dflash", *sys.argv[1:]]
+
+
+def this_line() -> str:
+    """As it was typed."""
+    return shlex.join(words())
+
+
+def resuming(out: str) -> str:
+    """The line that goes on with the training run of this one."""
+    again = [*words(), "--resume"] if "--resume" not in words() else words()
+    return shlex.join(again if "--out" in again else [*again, "--out", out])
+
+
+def free_name(name: str) -> str:
+    """`name`, or with a number where something of that name stands already."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(one for one in names if not os.path.lexists(one))
+
+
+def line(
+    context: click.Context,
+    command: click.Command,
+    told: Mapping[str, object],
+    arguments: Sequence[str] = (),
+) -> str:
+    """The line of another command of the same run, as it can be typed; `arguments` come first.
+
+    It says what `told` has (schema key -> value; None: nothing), what the options of this line set
+    where the other command has an option for it, and this line's --config and --set.
+    """
+    values = {**given(context), **told}
+    return _written(command, values, config_of(context), sets_of(context), arguments)
+
+
+def _written(
+    command: click.Command,
+    values: Mapping[str, object],
+    config: str,
+    sets: Sequence[str],
+    arguments: Sequence[str] = (),
+) -> str:
+    found = ["dflash", str(command.name), *arguments]
+    for parameter in command.params:
+        value = values.get(parameter.schema_key) if isinstance(parameter, SchemaOption) else None
+        if value is None:
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
+            found += [parameter.opts[0]] if one is True else [parameter.opts[0], str(one)]
+    found += ["--config", config] if config else []
+    for text in sets:
+        found += ["--set", text]
+    return shlex.join(found)
+
+
+def training_line(store: str, captured: Mapping[str, object]) -> str:
+    """The line that trains on a store, with the preset of the target of a recorded capture."""
+    config = recorded.config_of(captured)
+    found = ["dflash", "train", "--store", store, *(["--config", config] if config else [])]
+    return shlex.join(found)
+
+
+def capturing_again(command: click.Command, store: str, captured: Mapping[str, object]) -> str:
+    """Once more the capture that made a store, out of what the store records of it."""
+    keys = {one.schema_key for one in command.params if isinstance(one, SchemaOption)}
+    try:
+        again = recorded.retold(captured, keys)
+    except UsageError:
+        return f"the dflash capture line that made {store}, once more"
+    mounts = str(again.told.get("store.path", ""))
+    # the record names it as it was typed, perhaps elsewhere
+    is_whole = "," in store or "," not in mounts or root_of(mounts) != root_of(store)
+    told = {**again.told, "store.path": store if is_whole else mounts}
+    return _written(command, told, again.config, again.sets)
+
+
+def training_on_rolling(store: str, usual: str, num_released: int, is_sealed: bool) -> str:
+    """The line that trains on a store whose shards are released once they were used."""
+    if num_released:
+        # a new run would be refused: it could not see all samples
+        return f"dflash status {shlex.quote(str(root_of(store)))}"
+    return usual if is_sealed else f"{usual} --epochs 1"
+
+
+def evaluating(
+    context: click.Context,
+    command: click.Command,
+    run: Run,
+    out: str,
+    store: str,
+) -> str:
+    """The line that measures what a training run into `out` has made."""
+    told: dict[str, object] = {"eval.drafter": out}
+    if not run.eval.prompts and run.train.drop_domains:
+        dropped = ", ".join(run.train.drop_domains)
+        click.echo(f"held-out samples that the next line replays include those of {dropped}")
+    if not run.eval.prompts and run.store.path != store:
+        told["store.path"] = store
+    return line(context, command, told)

@@ -1,0 +1,67 @@
+"""What `dflash status` shows: what each process does, or how it ended, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.screen import duration, progress_line
+from dflash_pipeline.configs.status import ACTIVE, Status, find_runs, places_of
+
+Found = Sequence[tuple[str, Status]]
+
+
+def found_in(directory: str) -> Found:
+    """Each status of a run, a store, an answer file or a log directory, with "", and of a sweep's
+    variants, with the variant's name. UsageError where there is none."""
+    path = Path(directory).resolve()
+    found = find_runs(path)
+    if not found:
+        places = ", ".join(map(str, places_of(path)))
+        raise UsageError(f"{directory}: no run has left its status; looked in {places}")
+    return found
+
+
+def json_text(found: Found) -> str:
+    """All that the statuses say, for programs."""
+    listed = [
+        {"variant": variant, **asdict(one), "alive": one.is_alive, "rate": one.rate}
+        for variant, one in found
+    ]
+    return json.dumps(listed, indent=1)
+
+
+def lines(found: Found) -> list[str]:
+    """The same for people: who, how far, and the last thing said."""
+    told = []
+    for variant, one in found:
+        is_lost = one.state in ACTIVE and not one.is_alive
+        state = f"dead, was {one.state}" if is_lost else one.state
+        age = duration(max(0.0, time.time() - one.time))
+        name = f"{variant}/{one.stage}" if variant else one.stage
+        told.append(f"{name}-{one.rank}  {state}  {one.host}:{one.pid}  {age} ago")
+        if one.unit:
+            shown = progress_line(one.stage, {**asdict(one), "rate": one.rate})
+            told.append(f"  {shown}")
+        if one.error or one.text:
+            told.append(f"  {one.error or one.text}")
+    return told
+
+
+def remedy(directory: str, found: Found, is_store_open: bool) -> str:
+    """The last line: what to do, if anything. is_store_open: a store whose shards are not all
+    there."""
+    again = "run the same command again (train: with --resume)"
+    statuses = [one for _, one in found]
+    num_alive = sum(one.is_alive for one in statuses)
+    if any(not one.is_alive and one.state != "done" for one in statuses):
+        return f"once the others have ended, {again}" if num_alive else f"to go on, {again}"
+    if num_alive:
+        return f"{num_alive} of {len(statuses)} at work: nothing to do"
+    if is_store_open:
+        return f"{directory} lacks shards, as after a repair: to go on, run its capture again"
+    return "all of them are done"

@@ -1,0 +1,68 @@
+"""Whether a training run can begin, or go on, where its line says: its stores and its directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from dflash_pipeline.configs import inputs, status
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.load import RUN_FILE
+
+# how long a trainer waits for a capture that was started at the same time to be seen at work
+APPEAR_S = 5.0
+
+
+def await_plan(store: Path, follow: bool) -> None:
+    """A capture that was started a moment ago makes its store when it has read all the data.
+
+    UsageError where no capture is at work, or without `follow`.
+    """
+    began, said = time.monotonic(), ""
+    while not store.exists():
+        found = status.find_statuses(store)
+        is_planning = any(one.is_alive for one in found)
+        if not follow or not (is_planning or time.monotonic() - began < APPEAR_S):
+            raise UsageError(_no_store(store, is_planning, [one.error for one in found]))
+        text = f"train: waiting until the capture into {store} has made its plan"
+        if not is_planning:
+            text = f"train: there is no store {store}, waiting {APPEAR_S:g} s for its capture"
+        if text != said:
+            click.echo(text)
+            said = text
+        time.sleep(0.2)
+
+
+def _no_store(store: Path, is_planning: bool, errors: Sequence[str]) -> str:
+    """Why training cannot begin, and what to do."""
+    told = f"there is no store {store}"
+    if is_planning:
+        return f"{told} yet, its capture is still planning: leave --no-follow out to wait for it"
+    if error := next(filter(None, errors), ""):
+        return f"{told}, its capture failed: {error}; start dflash capture again"
+    return f"{told}: write it with dflash capture; train follows it once that has begun"
+
+
+def check_directory(out: str, resume: bool, is_sweep: bool) -> None:
+    """UsageError unless OUT is free, or with `resume` holds the run or the sweep to go on with."""
+    inputs.check_run_directory(out)
+    if resume and not Path(out).is_dir():
+        raise UsageError(f"--resume: there is no run directory {out}")
+    is_run = (Path(out) / RUN_FILE).is_file()
+    if resume and not is_sweep and not is_run:
+        raise UsageError(
+            f"{out} holds no {RUN_FILE}: there is no run to resume; leave --resume out, or "
+            "name the --sweep that it is of"
+        )
+    if resume and is_sweep and is_run:
+        raise UsageError(f"{out} is a run, no sweep: leave --sweep out, or name another --out")
+    if not resume and Path(out).exists() and not _holds_logs_alone(Path(out)):
+        raise UsageError(f"{out} is not empty: go on with it by --resume, or name another --out")
+
+
+def _holds_logs_alone(out: Path) -> bool:
+    """Only the logs of a start that failed: nothing there is worth a question."""
+    return out.is_dir() and all(one.name == "logs" for one in out.iterdir())
