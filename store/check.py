@@ -7,6 +7,7 @@ what an interrupted capture leaves: notes, no faults. The data of a released sha
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
@@ -231,7 +232,8 @@ def _sealed_faults(store: Store) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield str(error)
         return
-    for shard_id, words in sealed.items():
+    records = itertools.chain.from_iterable(sealed)
+    for shard_id, words in zip(store.layout.shard_ids(), records, strict=True):
         expected = commit.width(store.spec, store.layout, shard_id.bucket)
         why = commit.problem(words, expected, store.table.rows_of(shard_id))
         record = store.path / paths.commit_file(shard_id)

@@ -155,6 +155,17 @@ def problem(words: Words, expected_width: int, rows: tuple[int, int]) -> str:
     return ""
 
 
+def are_whole(words_SW: Words, rows_S: Words, last_rows_S: Words) -> bool:
+    """Whether `problem` finds nothing in any record of a bucket; many at once.
+
+    Letters: S shards of the bucket, W words of a record.
+    """
+    is_known = np.isin(words_SW[:, 0], (COMMITTED, RELEASED)) & (words_SW[:, 1] == VERSION)
+    is_planned = (words_SW[:, 3] == rows_S) & (words_SW[:, 4] == last_rows_S)
+    crcs = [crc32c(content) for content in words_SW.view(np.uint8)[:, :-4]]
+    return bool((is_known & is_planned & (words_SW[:, -1] == crcs)).all())
+
+
 def state_codes(bad: dict[int, str], first: int, num_samples: int) -> NDArray[np.uint8]:
     """State code of each sample of a shard whose first sample is `first`."""
     codes = np.zeros(num_samples, np.uint8)

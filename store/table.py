@@ -6,11 +6,11 @@ lasting name.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,13 +48,21 @@ def hash64(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def claim_order(num_shards: Sequence[int]) -> list[ShardId]:
+def claim_order(num_shards: Sequence[int]) -> tuple[ShardId, ...]:
     """All shards, buckets interleaved so that each prefix holds about the same share of each.
 
     Shard s of n stands at (s + 1/2) / n, so whatever is committed first is even in length.
     """
-    ids = [ShardId(b, s) for b, n in enumerate(num_shards) for s in range(n)]
-    return sorted(ids, key=lambda id: ((id.shard + 0.5) / num_shards[id.bucket], id.bucket))
+    return _claim_order(tuple(num_shards))
+
+
+# a follower asks for it every second
+@functools.lru_cache(maxsize=8)
+def _claim_order(num_shards: tuple[int, ...]) -> tuple[ShardId, ...]:
+    bucket = np.repeat(np.arange(len(num_shards)), num_shards)
+    shard = np.concatenate([np.arange(num) for num in num_shards])
+    order = np.lexsort((bucket, (shard + 0.5) / np.asarray(num_shards)[bucket]))
+    return tuple(map(ShardId, bucket[order].tolist(), shard[order].tolist()))
 
 
 def valid_anchors(mask_T: Array) -> Array:
@@ -139,28 +147,38 @@ class SampleTable:
         """Rows of a shard in `hidden` and in `last`."""
         return self._shards[shard_id][1:]
 
-    @cached_property
-    def _shards(self) -> dict[ShardId, tuple[slice, int, int]]:
-        """Samples of each shard, its rows in `hidden` and in `last`."""
-        firsts = np.flatnonzero(np.diff(self._ordinals, prepend=-1))
-        ends = [*firsts[1:].tolist(), len(self)]
-        places = zip(self.bucket[firsts].tolist(), self.shard[firsts].tolist(), strict=True)
+    @functools.cached_property
+    def shard_bounds(self) -> Array:
+        """First sample of each shard, bucket by bucket, then the number of samples."""
+        return np.append(_firsts(self._ordinals), len(self))
+
+    @functools.cached_property
+    def shard_rows(self) -> tuple[Array, Array]:
+        """Rows of each shard in `hidden` and in `last`, int64, bucket by bucket."""
         rows, last_rows = (
-            np.add.reduceat(num.astype(np.int64), firsts).tolist()
+            np.add.reduceat(num, self.shard_bounds[:-1], dtype=np.int64)
             for num in (self.num_tokens, self.num_teacher)
         )
-        columns = zip(places, firsts.tolist(), ends, rows, last_rows, strict=True)
+        return rows, last_rows
+
+    @functools.cached_property
+    def _shards(self) -> dict[ShardId, tuple[slice, int, int]]:
+        """Samples of each shard, its rows in `hidden` and in `last`."""
+        firsts, ends = self.shard_bounds[:-1], self.shard_bounds[1:]
+        places = zip(self.bucket[firsts].tolist(), self.shard[firsts].tolist(), strict=True)
+        rows, last_rows = (num.tolist() for num in self.shard_rows)
+        columns = zip(places, firsts.tolist(), ends.tolist(), rows, last_rows, strict=True)
         return {
             ShardId(*place): (slice(first, end), num, num_last)
             for place, first, end, num, num_last in columns
         }
 
-    @cached_property
+    @functools.cached_property
     def _ordinals(self) -> Array:
         ordinals: Array = _ordinal(self.bucket.astype(np.int64), self.shard.astype(np.int64))
         return ordinals
 
-    @cached_property
+    @functools.cached_property
     def _sorted_ids(self) -> tuple[Array, Array]:
         order = np.argsort(self.sample_id, kind="stable")
         return self.sample_id[order], order
@@ -223,11 +241,16 @@ def _ordinal(bucket: Any, shard: Any) -> Any:
     return (bucket << 32) | shard
 
 
+def _firsts(ordinals: Array) -> Array:
+    """Where each run of one shard's samples begins."""
+    return np.flatnonzero(np.diff(ordinals, prepend=-1))
+
+
 def _starts(shard: Array, ordinals: Array, num: Array, rows_per_shard: int) -> Array:
     """First row of each sample in its bucket: its shard's first row and the rows before it."""
-    before = np.cumsum(num.astype(np.int64)) - num
-    first = np.searchsorted(ordinals, ordinals)
-    result: Array = shard.astype(np.int64) * rows_per_shard + before - before[first]
+    before, firsts = np.cumsum(num, dtype=np.int64) - num, _firsts(ordinals)
+    before -= np.repeat(before[firsts], np.diff(firsts, append=len(ordinals)))
+    result: Array = shard.astype(np.int64) * rows_per_shard + before
     return result
 
 

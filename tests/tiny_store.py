@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,9 +216,17 @@ def put_shard(
 
 
 def capture(
-    plan: Plan, store: Store, hung_s: float = 60.0, pause_s: float = 0.0, most: int = 1 << 30
+    plan: Plan,
+    store: Store,
+    hung_s: float = 60.0,
+    pause_s: float = 0.0,
+    most: int = 1 << 30,
+    bad: Mapping[int, str] | None = None,
 ) -> int:
-    """Write each open shard that is free, at most `most`; how many."""
+    """Write each open shard that is free, at most `most`; how many.
+
+    `bad`: samples without good rows, and why.
+    """
     count, clipped = 0, np.zeros(plan.spec.num_amax, np.uint32)
     with (
         Leases(store.path, plan.layout, heartbeat_s=0.1, hung_s=hung_s) as leases,
@@ -226,7 +235,9 @@ def capture(
         leases.sweep()
         while count < most and (lease := leases.claim(store.is_open, max_failures=3)):
             amax = put_shard(plan, writer, lease, pause_s, store.calibration)
-            writer.finish(amax, clipped, {}, halved=False)
+            samples = range(len(plan.table))[plan.table.of_shard(lease.shard_id)]
+            mine = {i: reason for i, reason in (bad or {}).items() if i in samples}
+            writer.finish(amax, clipped, mine, halved=False)
             writer.commit()
             count += 1
     store.refresh()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dflash_pipeline.store import commit, paths
+from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commit import Commit, pack, problem, state_codes, unpack
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.spec import ShardId
@@ -52,6 +54,26 @@ def test_each_changed_byte_is_seen(plan: Any) -> None:
         assert "checksum" in problem(changed, len(words), (300, 10))
 
 
+def test_records_judged_together_are_judged_as_one_by_one(plan: Any) -> None:
+    whole = np.stack([pack(record(3), plan.spec, plan.layout, 1)] * 3)
+    rows = np.array([300] * 3), np.array([10] * 3)
+    assert commit.are_whole(whole, *rows)
+    released = whole.copy()
+    released[1] = commit.with_state(whole[1], commit.RELEASED)
+    assert commit.are_whole(released, *rows)
+    for place in range(whole[1].nbytes):
+        changed = whole.copy()
+        changed[1].view(np.uint8)[place] ^= 1
+        assert not commit.are_whole(changed, *rows), place
+    for place in range(5):
+        # another number under a fitting checksum: state, version and rows are judged themselves
+        changed = whole.copy()
+        changed[1, place] += 7
+        changed[1, -1] = crc32c(changed[1, :-1].view(np.uint8))
+        alone = problem(changed[1], whole.shape[1], (300, 10))
+        assert commit.are_whole(changed, *rows) == (alone == ""), (place, alone)
+
+
 def test_a_whole_record_of_something_else_is_no_record(plan: Any) -> None:
     words = pack(record(3), plan.spec, plan.layout, 1)
     assert "bytes" in problem(words[:-1], len(words), (300, 10))
@@ -83,6 +105,38 @@ def test_the_merged_records_are_the_records(store: Store, plan: Any) -> None:
     again = open_store(store.path)
     assert again.is_complete
     assert again.readable_N.all()
+
+
+@pytest.mark.parametrize("shard_id", [ShardId(0, 0), ShardId(1, 0), ShardId(1, 5)])
+def test_a_damaged_merged_record_is_named_on_opening(
+    shard_id: ShardId, store: Store, plan: Any, flip: Callable[[Path, int], None]
+) -> None:
+    shard_ids = plan.layout.shard_ids()
+    before = shard_ids[: shard_ids.index(shard_id)]
+    place = 4 * sum(commit.width(plan.spec, plan.layout, one.bucket) for one in before)
+    flip(store.path / paths.SEALED_FILE, place + 9)
+    with pytest.raises(ValueError, match=f"of {shard_id} in .* does not match its own checksum"):
+        open_store(store.path)
+
+
+def test_merged_records_tell_of_each_sample_what_single_ones_tell(
+    tiny: ModuleType, plan: Any, empty_store: Store
+) -> None:
+    bad = {2: "zero_rows", 9: "not_finite", len(plan.table) - 1: "other"}
+    tiny.capture(plan, empty_store, bad=bad)
+    single = open_store(empty_store.path)
+    empty_store.seal()
+    merged = open_store(empty_store.path)
+    assert np.flatnonzero(single.state_N).tolist() == sorted(bad)
+    for name in ("state_N", "readable_N", "captured_N"):
+        assert getattr(merged, name).tolist() == getattr(single, name).tolist()
+    for shard_id in plan.layout.shard_ids():
+        one, two = single.commit_of(shard_id), merged.commit_of(shard_id)
+        assert one is not None
+        assert two is not None
+        assert pack(one, plan.spec, plan.layout, shard_id.bucket).tolist() == (
+            pack(two, plan.spec, plan.layout, shard_id.bucket).tolist()
+        )
 
 
 def test_an_incomplete_store_is_not_sealed(empty_store: Store) -> None:

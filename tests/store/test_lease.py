@@ -38,7 +38,7 @@ def test_claims_follow_the_claim_order_past_what_is_held_or_done(plan: Any, tmp_
     with leases_of(tmp_path / "hs", plan) as mine, leases_of(tmp_path / "hs", plan) as theirs:
         held = theirs.acquire(order[0])
         claimed = [mine.claim(lambda i: i != order[1], max_failures=3) for _ in order[2:]]
-        assert [lease.shard_id for lease in claimed if lease] == order[2:]
+        assert tuple(lease.shard_id for lease in claimed if lease) == order[2:]
         assert mine.claim(lambda i: i != order[1], max_failures=3) is None
         assert held is not None
 

@@ -194,7 +194,7 @@ def test_workers_together_stay_below_the_quota_and_go_on_when_there_is_room(
     ):
         rooms = [Room(store, leases, quota) for leases in (mine, theirs)]
         held = [room.claim(3) for room in (*rooms, rooms[0])]
-        assert [lease and lease.shard_id for lease in held] == order[:3]
+        assert [lease and lease.shard_id for lease in held] == list(order[:3])
         assert [room.claim(3) for room in rooms] == [None, None]
         assert all(room.is_full for room in rooms)
         assert "no training run uses them: start dflash train" in rooms[0].waiting_text()

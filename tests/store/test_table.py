@@ -40,6 +40,20 @@ def test_each_prefix_of_the_claim_order_holds_every_bucket_in_proportion() -> No
             assert abs(found - length * number / sum(num_shards)) < 1.5
 
 
+def test_a_shard_stands_in_the_claim_order_where_its_middle_is_in_its_bucket() -> None:
+    for num_shards in ((3, 40, 17), (0, 5, 0), (1,), (7, 7, 7), (1000, 3)):
+        ids = [ShardId(b, s) for b, n in enumerate(num_shards) for s in range(n)]
+        ids.sort(key=lambda one: ((one.shard + 0.5) / num_shards[one.bucket], one.bucket))
+        assert list(claim_order(num_shards)) == ids
+
+
+def test_a_shard_beyond_its_bucket_is_no_shard_of_the_next(plan: Any) -> None:
+    for shard_id in (ShardId(0, plan.layout.num_shards[0]), ShardId(2, 0), ShardId(0, -1)):
+        for look in (plan.table.of_shard, plan.table.rows_of):
+            with pytest.raises(KeyError):
+                look(shard_id)
+
+
 def test_samples_of_a_shard_are_contiguous_and_so_are_its_batches(plan: Any) -> None:
     table, seen = plan.table, []
     for shard_id in plan.layout.shard_ids():
