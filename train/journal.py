@@ -68,6 +68,7 @@ class Journal:
         self._board = _board(out / "tensorboard") if group.rank == 0 else None
         self._is_waiting, self._looked_at = False, 0.0
         self._was_idle: bool | None = None
+        self._told_of: set[str] = set()
 
     def close(self) -> None:
         """Finish TensorBoard's file, where there is one."""
@@ -167,6 +168,12 @@ class Journal:
         )
         if self._board is not None:
             self._board.add_scalar("tau", tau, step)
+
+    def left_out(self, step: int, why: str) -> None:
+        """A held-out sample that no validation can use, said once; any rank may."""
+        if why not in self._told_of:
+            self._told_of.add(why)
+            self._log.say(f"step {step}: left out of the validation: {why}")
 
     def _tell(self, step: int, summary: Summary, record: dict[str, object]) -> None:
         # JSON has no NaN: a number that is not finite is null, and not shown

@@ -25,7 +25,7 @@ from dflash_pipeline.train.lookup import PromptLookup
 from dflash_pipeline.train.mask import Visibility, grouped_attend
 from dflash_pipeline.train.sampling import num_agreed
 from dflash_pipeline.train.shape import DrafterShape
-from dflash_pipeline.train.stored import StoredRows
+from dflash_pipeline.train.stored import StoredRows, check_usable
 from dflash_pipeline.train.tally import Answer, Cycle, Tally
 
 Propose = Callable[[int], Sequence[int]]
@@ -55,6 +55,7 @@ def replay(
     """Acceptance of `drafter` on `samples` (numbers of the plan); each answer counts as a prompt.
 
     `max_new_tokens` cuts answers as decoding does; None: they end where they were stored to end.
+    UnusableRows names a sample whose rows are damaged.
     """
     tally = Tally(num_drafts=shape.block_size - 1)
     for index in samples:
@@ -71,13 +72,17 @@ def replayed(
     shape: DrafterShape,
     max_new_tokens: int | None,
 ) -> list[Answer]:
-    """The answers of one sample, with the cycles that `drafter` takes for each."""
+    """The answers of one sample, with the cycles that `drafter` takes for each.
+
+    UnusableRows names the sample if its rows are damaged.
+    """
     weight = drafter.norm.weight
     stored = StoredRows.hidden(store, shape.layer_ids, weight.device)
     ids_T, mask_T = store.tokens(index)
     # a copy: a view of the file cannot be written to, and torch would warn of it
     rows_TKZ = torch.from_numpy(np.array(store.hidden(index))).to(weight.device)
     feature_TKH = stored.decode(rows_TKZ, weight.dtype)
+    check_usable(store, index, shape.layer_ids, rows_TKZ, feature_TKH)
     runs = answer_runs(mask_T, max_new_tokens)
     cycles = walk_model(ids_T.astype(np.int64), runs, feature_TKH, drafter, head, shape)
     return _answers(ids_T.tolist(), runs, cycles)

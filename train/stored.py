@@ -1,6 +1,6 @@
 """Stored rows of any mode -> features of the compute type, on the device that the rows are on.
 
-Letters: N rows, K captured layers, H hidden, Z bytes of a stored row.
+Letters: N rows, T positions of a sample, K captured layers, H hidden, Z bytes of a stored row.
 """
 
 from __future__ import annotations
@@ -8,12 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.quantise import Calibration
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.dequantise import Dequantiser
+
+# a decoded value lies beyond the largest that was stored by the error of a row at most: of int4
+# 1.07 / 16 of a rotated value, of which up to 64 of 64 times the size of a value add up
+_SLACK = {"bf16": 1.0, "int8": 6.0, "int4": 6.0}
+
+
+class UnusableRows(ValueError):
+    """Rows of a sample are damaged: no capture commits such."""
 
 
 class StoredRows:
@@ -61,3 +71,43 @@ class StoredRows:
         feature_NKH = torch.empty(size, dtype=dtype, device=rows_NKZ.device)
         self._dequantiser.decode(rows_NKZ, feature_NKH)
         return feature_NKH
+
+
+def check_usable(
+    store: Store, index: int, layer_ids: Sequence[int], rows_TKZ: Tensor, feature_TKH: Tensor
+) -> None:
+    """UnusableRows that names the sample where a row is not finite, empty, or beyond all that the
+    capture of its shard saw: what `dflash verify --deep` finds too, without its checksums.
+
+    `rows_TKZ`: the stored rows, as bytes; `feature_TKH`: what `StoredRows.hidden` of these layers
+    made of them, of which it may have read a part. Waits for the device once.
+    """
+    spec, shard_id = store.spec, store.table.shard_id(index)
+    record = store.commit_of(shard_id)
+    assert record is not None, "its rows were read"
+    columns = [spec.layer_ids.index(layer_id) for layer_id in layer_ids]
+    amax_K = bf16_to_float32(bf16_bits(np.asarray(record.amax)[columns]))
+    bound_K = amax_K * np.float32(_SLACK[spec.hidden_mode])
+    if store.calibration.hidden:
+        centres = [store.calibration.hidden[column].centre_H for column in columns]
+        # what is rotated is x - centre
+        bound_K += _SLACK[spec.hidden_mode] * np.abs(bf16_to_float32(np.stack(centres))).max(1)
+    peak_TK = feature_TKH.abs().amax(-1).float()
+    is_empty_TK = (peak_TK == 0) | (rows_TKZ[:, columns].amax(-1) == 0)
+    # written so that NaN is beyond every bound
+    is_bad_TK = ~(peak_TK <= torch.from_numpy(bound_K).to(peak_TK.device)) | is_empty_TK
+    if not is_bad_TK.any():
+        return
+    position, column = is_bad_TK.nonzero()[0].tolist()
+    peak = float(peak_TK[position, column])
+    what = f"a value of {peak:g}, where its capture saw {float(amax_K[column]):g} at most,"
+    if not np.isfinite(peak):
+        what = "NaN or Inf"
+    elif is_empty_TK[position, column]:
+        what = "an all-zero row"
+    raise UnusableRows(
+        f"sample {index} ({store.table.key(index)}, shard {shard_id} of {store.path}) has {what} "
+        f"at token {position} of layer {layer_ids[column]}: its tau would be of damaged rows. "
+        f"dflash verify --deep {store.path} names all that is damaged, --repair has it captured "
+        "again"
+    )

@@ -16,6 +16,7 @@ from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.replay import held_out, replay
 from dflash_pipeline.train.selection import kept_samples
 from dflash_pipeline.train.setup import Training
+from dflash_pipeline.train.stored import UnusableRows
 
 # samples between two signs of life
 _BEAT_SAMPLES = 8
@@ -24,7 +25,8 @@ _BEAT_SAMPLES = 8
 def validate(training: Training, beat: Callable[[int], None]) -> None:
     """Replay held-out samples, shared out over the ranks; a new best is saved and pointed to.
 
-    `beat` is told the step now and then, as a sign of life.
+    A sample whose rows are damaged is named and left out, each time alike. `beat` is told the step
+    now and then, as a sign of life.
     """
     with training.clock.stage("validate"):
         tau, num_cycles = _replayed(training, beat)
@@ -59,10 +61,14 @@ def _replayed(training: Training, beat: Callable[[int], None]) -> tuple[float, i
         store.refresh()
         own = [sample for owner, sample in chosen[group.rank :: group.world] if owner == number]
         for begin in range(0, len(own), _BEAT_SAMPLES):
-            part = own[begin : begin + _BEAT_SAMPLES]
-            tally = replay(store, part, drafter, training.head, drafter.shape, None)
-            totals[0] += tally.num_kept
-            totals[1] += tally.num_cycles
+            for sample in own[begin : begin + _BEAT_SAMPLES]:
+                try:
+                    tally = replay(store, [sample], drafter, training.head, drafter.shape, None)
+                except UnusableRows as error:
+                    training.journal.left_out(step, str(error))
+                    continue
+                totals[0] += tally.num_kept
+                totals[1] += tally.num_cycles
             beat(step)
     group.add_up(totals)
     num_kept, num_cycles = totals.tolist()

@@ -21,6 +21,7 @@ from dflash_pipeline.configs.schema import EvalConfig, Run, StoreConfig
 from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store.calibration import Calibrated
 from dflash_pipeline.store.rows import encode
+from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.table import HELD_OUT, TRAIN
 from dflash_pipeline.train import evaluate
 from dflash_pipeline.train.drafter import Drafter
@@ -293,6 +294,7 @@ class FakeStore:
             num_target_layers=5,
             hidden_size=WIDTH,
             vocab_size=VOCAB,
+            hidden_mode="bf16",
             **RENDERING,
         )
         self.calibration = Calibrated()
@@ -302,8 +304,12 @@ class FakeStore:
             split=np.array([HELD_OUT, HELD_OUT, TRAIN, HELD_OUT, HELD_OUT, TRAIN]),
             sample_id=np.array([4, 9, 1, 2, 7, 3], np.uint64),
             key=lambda index: f"sample {index}",
+            shard_id=lambda _index: ShardId(0, 0),
         )
         self.readable_N = np.array([True, True, True, True, False, True])
+
+    def commit_of(self, _shard_id: ShardId) -> Any:
+        return SimpleNamespace(amax=[9.0, 9.0, 9.0])
 
     def tokens(self, _index: int) -> tuple[np.ndarray, np.ndarray]:
         ids_T = np.arange(4, 20, dtype=np.uint32)

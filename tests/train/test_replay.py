@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.mask import Visibility, grouped_attend
 from dflash_pipeline.train.replay import answer_runs, held_out, replay, replayed_lookup, walk
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.stored import UnusableRows
 from dflash_pipeline.train.tally import Answer, Cycle, Tally
 from shapes import small_shape
 
@@ -182,11 +184,13 @@ def build_store(
         lease = leases.claim(store.is_open, max_failures=1)
         assert lease is not None
         writer.begin(lease)
+        amax_K = np.zeros(2, np.float32)
         for ids_T in ids:
             hidden_KBTH, _ = target.forward(torch.from_numpy(ids_T.astype(np.int64))[None])
             feature_TKH = torch.stack([hidden[0] for hidden in hidden_KBTH], dim=1).numpy()
+            amax_K = np.maximum(amax_K, np.abs(feature_TKH).max((0, 2)))
             writer.put(encode(feature_TKH, "bf16"), None, lambda: None)
-        writer.finish(np.ones(2, np.float32), np.zeros(2, np.uint32), {}, halved=False)
+        writer.finish(amax_K, np.zeros(2, np.uint32), {}, halved=False)
         writer.commit()
     return open_store(path)
 
@@ -310,3 +314,19 @@ def test_held_out_samples_come_in_the_order_of_their_hash(world: World) -> None:
     assert sorted(chosen) == [0, 2, 3]
     ids = world.store.table.sample_id[chosen].tolist()
     assert ids == sorted(ids)
+
+
+@pytest.mark.parametrize("bits", [0x7FC0, 0x7F80])
+def test_a_sample_that_is_not_finite_is_named_and_no_tau_is_given(
+    bits: int, world: World, tmp_path: Path
+) -> None:
+    shutil.copytree(world.store.path, tmp_path / "hs", symlinks=True)
+    store = open_store(tmp_path / "hs")
+    place = store.place_of(2, "hidden")
+    with place.file.open("r+b") as file:
+        file.seek(place.offset + place.num_bytes - 2)
+        file.write(bits.to_bytes(2, "little"))
+    arguments = (world.drafter, world.head, world.shape, None)
+    with pytest.raises(UnusableRows, match=r"sample 2 \(s2, shard b0/0 .* has NaN or Inf at token"):
+        replay(store, range(4), *arguments)
+    assert replay(store, [0, 1, 3], *arguments) == replay(world.store, [0, 1, 3], *arguments)

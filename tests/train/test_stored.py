@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,8 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, LossConfig, Run, StoreConfig
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store.access import Plain
+from dflash_pipeline.store.bf16 import bf16_bits
+from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train import evaluate, setup
 from dflash_pipeline.train.clock import Clock
@@ -28,7 +32,7 @@ from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.order import Position, catalog
 from dflash_pipeline.train.shape import DrafterShape
-from dflash_pipeline.train.stored import StoredRows
+from dflash_pipeline.train.stored import StoredRows, UnusableRows, check_usable
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(
@@ -91,6 +95,61 @@ def test_a_batch_holds_what_the_store_decodes(
                 assert found <= {row.tobytes() for row in last}
                 num_seen += len(parts)
     assert num_seen == len(samples)
+
+
+def _check(store: Store, index: int, layer_ids: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows_TKZ = torch.from_numpy(np.array(store.hidden(index)))
+    feature_TKH = StoredRows.hidden(store, layer_ids, CPU).decode(rows_TKZ, dtype)
+    check_usable(store, index, layer_ids, rows_TKZ, feature_TKH)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_as_they_were_captured_are_usable(store: Store, dtype: torch.dtype) -> None:
+    for index in range(len(store.table)):
+        _check(store, index, (1, 3, 5), dtype)
+        _check(store, index, (5, 1), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.nan, "NaN or Inf"),
+        (-np.inf, "NaN or Inf"),
+        (1e30, "a value of .*, where its capture saw"),
+        (0.0, "an all-zero row"),
+    ],
+)
+def test_a_damaged_row_is_named_by_sample_token_and_layer(
+    value: float, text: str, dtype: torch.dtype, store: Store, tmp_path: Path
+) -> None:
+    index, position, column = 4, 2, 1
+    shutil.copytree(store.path, tmp_path / "hs", symlinks=True)
+    damaged = open_store(tmp_path / "hs")
+    place = damaged.place_of(index, "hidden")
+    row = np.array(damaged.hidden(index)[position, column])
+    if value == 0:
+        row[:] = 0
+    elif not damaged.calibration.hidden:
+        row.view("<u2")[3] = bf16_bits(np.array([value], np.float32))[0]
+    else:
+        scale = damaged.calibration.hidden[column].row_scale_offset
+        row[scale : scale + 4].view("<f4")[:] = value
+    offset = place.offset + (position * 3 + column) * row.size
+    with place.file.open("r+b") as file:
+        file.seek(offset)
+        file.write(row.tobytes())
+    shard_id = damaged.table.shard_id(index)
+    where = re.escape(f"sample {index} ({damaged.table.key(index)}, shard {shard_id} of ")
+    with pytest.raises(
+        UnusableRows, match=rf"{where}.*\) has {text}.* at token 2 of layer 3: .*verify --deep"
+    ):
+        _check(damaged, index, (1, 3, 5), dtype)
+    # verify finds it where this does, and names the shard
+    problems = verify(damaged.path, deep=True).problems
+    assert any(f"(shard {shard_id})" in problem for problem in problems)
+    _check(damaged, index, (5, 1), dtype)
+    _check(damaged, index - 1, (1, 3, 5), dtype)
 
 
 def test_live_features_can_be_rounded_as_stored(store: Store) -> None:

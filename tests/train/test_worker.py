@@ -28,6 +28,7 @@ from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import write_speculators, write_zlab
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
+from dflash_pipeline.train.replay import held_out
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.takeover import take_over
 
@@ -232,6 +233,32 @@ def test_a_plateau_ends_a_run_and_a_validation_repeats_to_the_last_bit(
     assert "ended early, tau has not risen by 0.01 in 3 validations; best" in log
     worker.main(run, place, AGAIN)
     assert (out / "last").readlink() == Path("step-00000008")
+
+
+@pytest.mark.parametrize("array", ["hidden", "last"])
+def test_a_held_out_sample_with_damaged_rows_is_named_once_and_left_out(
+    array: str, whole_store: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> None:
+    store, run = whole_store, train_run(epochs=99, max_steps=4, validate_every=2, dtype="fp32")
+    whole, elsewhere = _elsewhere(run, place, tmp_path, "whole")
+    worker.main(whole, elsewhere, NEW)
+    first = held_out(store)[0]
+    damaged = store.place_of(first, array)
+    with damaged.file.open("r+b") as file:
+        file.seek(damaged.offset)
+        file.write(b"\xc0\x7f")
+    worker.main(run, place, NEW)
+    log = (tmp_path / "out" / "logs" / "train-0.log").read_text()
+    named = f"left out of the validation: sample {first} ({store.table.key(first)}, shard"
+    # `last` plays no part in a replay: tau is right whatever it holds
+    assert log.count(named) == (array == "hidden")
+    taus = [
+        [line["tau"] for line in map(json.loads, path.read_text().splitlines()) if "tau" in line]
+        for path in (tmp_path / name / "metrics.jsonl" for name in ("out", "whole"))
+    ]
+    assert len(taus[0]) == 2
+    assert all(1 <= tau <= 4 for tau in taus[0])
+    assert (taus[0] == taus[1]) == (array == "last")
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=WARNS)])
