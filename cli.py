@@ -235,13 +235,28 @@ def plan(
     default="",
     metavar="FILE",
     help="TOML file with a table for each variant, [name] above the settings it changes "
-    "(drafter.num_layers = 3): each is trained into OUT/name on one device of its own.",
+    "(drafter.num_layers = 3): each is trained into OUT/name on one device, one after another.",
+)
+@click.option(
+    "--per-gpu",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --sweep: so many variants at a time on each device.  [default: 1]",
 )
 @placed
 @configured
 @click.pass_context
-def train(context: click.Context, gpus: str, share_gpu: bool, resume: bool, sweep: str) -> int:
+def train(
+    context: click.Context,
+    gpus: str,
+    share_gpu: bool,
+    resume: bool,
+    sweep: str,
+    per_gpu: int | None,
+) -> int:
     """Train a drafter from one store or several; follows a store that is still being captured."""
+    if per_gpu and not sweep:
+        raise UsageError("--per-gpu shares a device out among the variants of a --sweep: name one")
     run = resolve(context)
     if run.train.drop_samples:
         # the run's record names each of them, so that a run that goes on drops the same
@@ -268,7 +283,7 @@ def train(context: click.Context, gpus: str, share_gpu: bool, resume: bool, swee
     if sweep:
         variants = read_variants(sweep, config_of(context), sets_of(context), given(context))
         devices = devices_of(gpus, share_gpu)
-        best, signal = fleet.train_variants(variants, out, devices, share_gpu, resume)
+        best, signal = fleet.train_variants(variants, out, devices, share_gpu, resume, per_gpu or 1)
         code = 128 + signal if signal else 0
         return end(code, evaluating(best), following.resuming(out))
     entry, logs, extra = "dflash_pipeline.train.worker:main", f"{out}/logs", {"resume": resume}

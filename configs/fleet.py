@@ -1,4 +1,4 @@
-"""The variants of a sweep, one on each device at a time; one that fails stops no other."""
+"""The variants of a sweep, one or more on each device at a time; one that fails stops no other."""
 
 from __future__ import annotations
 
@@ -62,9 +62,14 @@ class _NamedLines:
 
 
 def train_variants(
-    variants: Sequence[Variant], out: str, devices: Devices, share: bool, resume: bool
+    variants: Sequence[Variant],
+    out: str,
+    devices: Devices,
+    share: bool,
+    resume: bool,
+    per_device: int,
 ) -> tuple[str, int]:
-    """Train every variant, and say how they ended; the best one's folder, and a signal or 0.
+    """Train every variant, `per_device` at a time on each device, and say how they ended; the best one's folder, and a signal or 0.
 
     UsageError under torchrun, and where one that is done is not what is asked for now. ValueError
     names those that failed.
@@ -77,7 +82,7 @@ def train_variants(
     click.echo(f"train: {len(variants)} variants -> {out} on {devices}")
     entry = "dflash_pipeline.train.worker:main"
     with gpus.reserved(devices, "train", share):
-        outcomes, signal = run_variants(entry, variants, devices, Path(out), resume)
+        outcomes, signal = run_variants(entry, variants, devices, Path(out), resume, per_device)
     for text in table(outcomes):
         click.echo(text)
     failed = [one.name for one in outcomes if one.state == "failed"]
@@ -91,15 +96,23 @@ def train_variants(
 
 
 def run_variants(
-    entry: str, variants: Sequence[Variant], devices: Devices, out: Path, resume: bool
+    entry: str,
+    variants: Sequence[Variant],
+    devices: Devices,
+    out: Path,
+    resume: bool,
+    per_device: int = 1,
 ) -> tuple[list[Outcome], int]:
-    """Run each variant on one of the devices, and write OUT/sweep.json.
+    """Run each variant on one of the devices, `per_device` of them on each, and write
+    OUT/sweep.json.
 
     Returns their outcomes, in the file's order, and the number of the signal that ended it, or 0.
     """
     waiting, outcomes = deque(variants), dict[str, Outcome]()
+    # the first of each device before the second of any
+    places = devices.ids * per_device
     with noted_signals() as signals:
-        beside = Beside(signals, min(len(devices.ids), len(variants)))
+        beside = Beside(signals, min(len(places), len(variants)))
 
         def work(device_id: int) -> None:
             device = Devices(devices.kind, (device_id,))
@@ -114,8 +127,8 @@ def run_variants(
                     outcome = _outcome(variant, "failed", str(device), 0.0, str(error))
                 outcomes[variant.name] = outcome
 
-        with ThreadPoolExecutor(len(devices.ids)) as pool:
-            for one in [pool.submit(work, device_id) for device_id in devices.ids]:
+        with ThreadPoolExecutor(len(places)) as pool:
+            for one in [pool.submit(work, device_id) for device_id in places]:
                 one.result()
     ordered = [
         outcomes.get(one.name) or _outcome(one, "not begun", "", 0.0, "") for one in variants

@@ -37,6 +37,10 @@ def main(run, place, extra):
         log.metrics({"step": step, "tau": tau}, out / "metrics.jsonl")
     while run.train.max_steps == 99:
         time.sleep(0.01)
+    while run.train.max_steps == 98 and not all(
+        (out.parent / name / "metrics.jsonl").exists() for name in ("v0", "v1")
+    ):
+        time.sleep(0.01)
 """
 ENTRY = "sweep_stand_in:main"
 ONE_CPU = Devices("cpu", (0,))
@@ -213,6 +217,22 @@ def test_a_signal_stops_those_that_run_and_begins_no_other(variants_of, tmp_path
     assert number == signal.SIGTERM
     assert [one.state for one in outcomes] == ["stopped", "stopped", "not begun"]
     assert not (out / "v2").exists()
+
+
+def test_several_share_a_device_and_the_rest_wait_for_their_turn(
+    variants_of, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # each of the first two waits for the other: on a device of its own turn neither would end
+    text = "\n".join(
+        f"[v{number}]\ntrain.max_steps = {98 if number < 2 else 0}" for number in range(3)
+    )
+    variants, out = variants_of(text), tmp_path / "out"
+    out.mkdir()
+    outcomes, number = run_variants(ENTRY, variants, ONE_CPU, out, resume=False, per_device=2)
+    assert number == 0
+    assert [(one.state, one.device) for one in outcomes] == [("done", "CPU worker 0")] * 3
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"[v1] threads {threads}" in capfd.readouterr().out
 
 
 def test_the_table_has_a_dash_for_what_was_never_told(variants_of) -> None:

@@ -77,3 +77,21 @@ def test_each_variant_is_trained_or_named(
     assert said.out.count("done before") == 2
     assert read_checkpoint(tmp_path / "out" / "odd").shape.head_dim == 6
     assert "next: dflash eval --drafter out/" in said.out
+
+
+def test_variants_share_one_device_where_the_line_says_so(
+    whole_store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dflash.toml").write_text(BASE)
+    Path("sweep.toml").write_text("[one]\ntrain.seed = 1\n[two]\ntrain.seed = 2")
+    words = ["train", "--store", "hs", "--out", "out", "--gpus", "cpu", "--per-gpu", "2"]
+    with pytest.raises(UsageError, match=r"--per-gpu shares a device .* --sweep: name one"):
+        cli.dflash.main(words, standalone_mode=False)
+    assert not Path("out").exists()
+    assert cli.dflash.main([*words, "--sweep", "sweep.toml"], standalone_mode=False) == 0
+    found = json.loads(Path("out/sweep.json").read_text())
+    assert [(one["state"], one["device"]) for one in found] == [("done", "CPU worker 0")] * 2
