@@ -69,7 +69,9 @@ def train_variants(
     resume: bool,
     per_device: int,
 ) -> tuple[str, int]:
-    """Train every variant, `per_device` at a time on each device, and say how they ended; the best one's folder, and a signal or 0.
+    """Train every variant, `per_device` at a time on each device, and say how they ended.
+
+    Returns the best one's folder, and a signal or 0.
 
     UsageError under torchrun, and where one that is done is not what is asked for now. ValueError
     names those that failed.
