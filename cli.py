@@ -29,6 +29,7 @@ from dflash_pipeline.configs import (
     torchrun,
     training,
 )
+from dflash_pipeline.configs.docs import field_docs
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.following import Following, end, this_line
 from dflash_pipeline.configs.gpus import listed
@@ -38,7 +39,10 @@ from dflash_pipeline.configs.load import load, to_toml
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import (
     DATA,
+    STORE_ARGUMENT,
     TEMPLATE,
+    Commands,
+    argument,
     config_argument,
     config_of,
     configured,
@@ -64,6 +68,9 @@ from dflash_pipeline.configs.stage import (
 )
 from dflash_pipeline.configs.sweep import read_variants
 
+# sections that only training reads
+TRAINING = ("drafter", "loss", "optim", "feed", "train")
+
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command. Exit codes: 0 done, 1 the work failed, 2 wrong usage, 128 + n signal n."""
@@ -86,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 @click.group(
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     invoke_without_command=True,
 )
@@ -100,7 +108,7 @@ def dflash(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-@dflash.command()
+@dflash.command(reads=("target", "data", "generate"))
 @options(("--target", "target.id"), *DATA, ("--out", "generate.out"))
 @options(("--samples", "generate.samples"), ("--temperature", "generate.temperature"))
 @options(("--max-new-tokens", "generate.max_new_tokens"), ("--endpoint", "generate.endpoints"))
@@ -137,7 +145,7 @@ def generate(context: click.Context, gpus: str, share_gpu: bool) -> int:
     return end(code, following.line(context, capture, told), this_line())
 
 
-@dflash.command()
+@dflash.command(reads=("target", "data", "store", "capture"))
 @options(("--target", "target.id"), *DATA, ("--store", "store.path"))
 @options(("--hidden-mode", "store.hidden_mode"), ("--last-mode", "store.last_mode"))
 @option("--quota", "capture.quota")
@@ -164,7 +172,7 @@ def capture(context: click.Context, gpus: str, share_gpu: bool, plan: bool) -> i
     return end(code, _training_on(whole, usual), this_line())
 
 
-@dflash.command()
+@dflash.command(reads=("target", "data", "store", "generate", "capture", *TRAINING))
 @options(("--target", "target.id"), *DATA, ("--store", "store.path"))
 @options(("--hidden-mode", "store.hidden_mode"), ("--last-mode", "store.last_mode"))
 @options(("--epochs", "train.epochs"), ("--max-steps", "train.max_steps"))
@@ -224,7 +232,7 @@ def plan(
     return end(0, lines[0], this_line())
 
 
-@dflash.command()
+@dflash.command(reads=("store.path", *TRAINING))
 @options(("--store", "train.stores"), ("--out", "train.out"), ("--init-from", "train.init_from"))
 @options(("--drop-domain", "train.drop_domains"), ("--drop-sample", "train.drop_samples"))
 @options(("--epochs", "train.epochs"), ("--max-steps", "train.max_steps"))
@@ -295,7 +303,13 @@ def train(
     return end(code, evaluating(out), following.resuming(out))
 
 
-@dflash.command("eval")
+@dflash.command(
+    "eval",
+    reads=(
+        *("target", "data.max_len", "data.overlong", "data.max_bad_share"),
+        *("store.path", "store.hidden_mode", "eval"),
+    ),
+)
 @options(("--drafter", "eval.drafter"), ("--target", "target.id"), ("--prompts", "eval.prompts"))
 @options(("--store", "store.path"), ("--limit", "eval.limit"), ("--max-len", "data.max_len"))
 @options(("--overlong", "data.overlong"), ("--max-new-tokens", "eval.max_new_tokens"))
@@ -346,8 +360,8 @@ def decode_and_score(run: Run, place: Place, extra: dict[str, object]) -> None:
     evaluate.main(run, place, extra, open_target=decoder.open_target)
 
 
-@dflash.command()
-@click.argument("checkpoint")
+@dflash.command(reads=("store.path", "target.id"))
+@argument("checkpoint", "CHECKPOINT", field_docs()["eval.drafter"].text)
 @click.option("--out", required=True, metavar="DIR", help="Directory to write; must be new.")
 @click.option(
     "--layout",
@@ -376,7 +390,7 @@ def export(context: click.Context, checkpoint: str, out: str, layout: str) -> in
 
 
 @dflash.command()
-@click.argument("path")
+@STORE_ARGUMENT
 @click.option("--sample", default="", metavar="KEY|NUMBER", help="Show this sample whole.")
 @click.option("--follow", is_flag=True, help="A line after each change, until the store is sealed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
@@ -391,7 +405,7 @@ def inspect(path: str, sample: str, follow: bool, as_json: bool) -> int:
 
 
 @dflash.command()
-@click.argument("path")
+@STORE_ARGUMENT
 @click.option("--deep", is_flag=True, help="Read every row and compare every checksum.")
 @click.option(
     "--repair", is_flag=True, help="Uncommit damaged shards, so that the same capture redoes them."
@@ -440,8 +454,14 @@ def verify(
 
 
 @dflash.command()
-@click.argument("out")
-@click.argument("stores", nargs=-1, required=True, metavar="STORE STORE...")
+@argument("out", "OUT", "The directory of the store that is made; must be new.")
+@argument(
+    "stores",
+    "STORE STORE...",
+    "Directories of sealed stores, two or more; a sample that stands in two of them is refused.",
+    nargs=-1,
+    required=True,
+)
 @click.option("--fast", is_flag=True, help="Check the stores without reading every row of them.")
 def merge(out: str, stores: tuple[str, ...], fast: bool) -> int:
     """Make one store OUT of sealed ones of the same identity; they stay as they are.
@@ -462,7 +482,12 @@ def merge(out: str, stores: tuple[str, ...], fast: bool) -> int:
 
 
 @dflash.command("status")
-@click.argument("directory")
+@argument(
+    "directory",
+    "DIRECTORY",
+    "A run directory, the OUT of a sweep, a store, a file that generate writes, or a directory of "
+    "logs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 @click.option(
     "--drop",

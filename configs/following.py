@@ -16,7 +16,7 @@ import click
 from dflash_pipeline.configs import recorded
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
-from dflash_pipeline.configs.options import SchemaOption, config_of, given, sets_of
+from dflash_pipeline.configs.options import SchemaOption, config_of, does_read, given, sets_of
 from dflash_pipeline.configs.schema import Run
 
 Following = str | Callable[[], str]
@@ -62,7 +62,8 @@ def line(
     """The line of another command of the same run, as it can be typed; `arguments` come first.
 
     It says what `told` has (schema key -> value; None: nothing), what the options of this line set
-    where the other command has an option for it, and this line's --config and --set.
+    where the other command has an option for it, this line's --config, and of its --set what the
+    other command reads.
     """
     values = {**given(context), **told}
     return _written(command, values, config_of(context), sets_of(context), arguments)
@@ -84,7 +85,9 @@ def _written(
             found += [parameter.opts[0]] if one is True else [parameter.opts[0], str(one)]
     found += ["--config", config] if config else []
     for text in sets:
-        found += ["--set", text]
+        # a key that it does not read would only be in the way
+        if does_read(command, text.partition("=")[0].strip()):
+            found += ["--set", text]
     return shlex.join(found)
 
 

@@ -1,9 +1,9 @@
-"""Command-line options whose meaning, unit and default are read from the schema."""
+"""Options and arguments of the commands; what they mean and their defaults the schema says."""
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import click
@@ -16,6 +16,53 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # what is kept of a line until the body resolves it: what its options set in the run, and the rest
 _GIVEN, _CONFIG, _SETS = (f"dflash_pipeline.{name}" for name in ("given", "config", "sets"))
+
+
+class Command(click.Command):
+    """A command whose --help also says what its arguments may be.
+
+    reads: sections (`loss`) and keys (`store.path`) of the schema that decide what it does.
+    """
+
+    def __init__(self, *arguments: Any, reads: Sequence[str] = (), **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.reads = tuple(reads)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The arguments above the options."""
+        told = [one.record for one in self.params if isinstance(one, Argument)]
+        if told:
+            with formatter.section("Arguments"):
+                formatter.write_dl(told)
+        super().format_options(ctx, formatter)
+
+
+class Commands(click.Group):
+    """All of them."""
+
+    command_class = Command
+
+
+def does_read(command: click.Command, key: str) -> bool:
+    """Whether `section.key` of the schema has a meaning for a command."""
+    assert isinstance(command, Command)
+    return key in command.reads or key.partition(".")[0] in command.reads
+
+
+class Argument(click.Argument):
+    """An argument that says what it may be."""
+
+    def __init__(self, *declarations: Any, metavar: str, about: str, **keywords: Any) -> None:
+        super().__init__(*declarations, metavar=metavar, **keywords)
+        # not `help`: only some versions of click have that, and show it
+        self.record = metavar, about
+
+
+def argument(
+    name: str, metavar: str, about: str, **keywords: Any
+) -> Callable[[Function], Function]:
+    """An argument of a command, shown as `metavar`; about: what it may be."""
+    return click.argument(name, cls=Argument, metavar=metavar, about=about, **keywords)
 
 
 class SchemaOption(click.Option):
@@ -61,6 +108,7 @@ def _keep_sets(context: click.Context, _parameter: click.Parameter, value: tuple
     context.meta[_SETS] = value
 
 
+_CONFIG_METAVAR = "FILE|PRESET"
 # what a text stands for, where its field's type does not say it
 _STANDS_FOR = {
     "capture.calibration_from": "STORE",
@@ -139,19 +187,30 @@ def configured(function: Function) -> Function:
     return click.option(
         "--config",
         default="",
-        metavar="FILE|PRESET",
+        metavar=_CONFIG_METAVAR,
         expose_value=False,
         callback=_keep_config,
-        help="A TOML file or a preset; empty: $DFLASH_CONFIG, else ./dflash.toml where there is "
-        f"one. Presets: {', '.join(preset_names())}.",
+        help=_config_help(),
     )(sets("Any value. Repeatable.")(function))
 
 
 def config_argument(function: Function) -> Function:
     """CONFIG in the place of --config."""
-    return click.argument(
-        "config", default="", metavar="[FILE|PRESET]", expose_value=False, callback=_keep_config
+    return argument(
+        "config",
+        f"[{_CONFIG_METAVAR}]",
+        _config_help(),
+        default="",
+        expose_value=False,
+        callback=_keep_config,
     )(function)
+
+
+def _config_help() -> str:
+    return (
+        "A TOML file or a preset; empty: $DFLASH_CONFIG, else ./dflash.toml where there is one. "
+        f"Presets: {', '.join(preset_names())}."
+    )
 
 
 def sets(text: str) -> Callable[[Function], Function]:
@@ -180,6 +239,12 @@ def placed(function: Function) -> Function:
     )(function)
 
 
+STORE_ARGUMENT = argument(
+    "path",
+    "STORE",
+    "The directory of a store; of one over several mounts its own, which holds all but the rows, "
+    "or all of them separated by commas.",
+)
 DATA = (
     ("--data", "data.files"),
     ("--max-len", "data.max_len"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,8 +22,8 @@ from click.testing import CliRunner
 from dflash_pipeline.cli import dflash, main
 from dflash_pipeline.configs.docs import field_docs
 from dflash_pipeline.configs.gpus import parse, reserved
-from dflash_pipeline.configs.load import load, to_dict
-from dflash_pipeline.configs.options import SchemaOption, given
+from dflash_pipeline.configs.load import all_keys, load, to_dict
+from dflash_pipeline.configs.options import Argument, Command, SchemaOption, does_read, given
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import new_status, write_status
 from dflash_pipeline.store.documents import canonical
@@ -249,8 +250,7 @@ def test_options_reach_the_run_and_win_over_set_and_file(type_line: Callable[...
     assert run["target"]["thinking"] == "off"
     assert run["target"]["template_args"] == ["a=b"]
     assert ended.last_line == (
-        "next: dflash capture --data 'my answers.jsonl' --thinking off --template-arg a=b "
-        "--set generate.samples=5 --set generate.top_p=0.9"
+        "next: dflash capture --data 'my answers.jsonl' --thinking off --template-arg a=b"
     )
 
 
@@ -692,6 +692,68 @@ def test_help_is_the_one_that_was_agreed_on() -> None:
 
 def test_every_option_says_what_it_does() -> None:
     assert [where for where, one in _options() if not one.help] == []
+
+
+def test_every_argument_says_what_it_may_be() -> None:
+    found = 0
+    for name, command in _commands().items():
+        page = CliRunner().invoke(dflash, [name, "--help"], prog_name="dflash", terminal_width=98)
+        usage, _, told = page.output.partition("Arguments:\n")
+        for one in command.params:
+            if isinstance(one, click.Argument):
+                assert isinstance(one, Argument), f"{name} {one.name} is not described"
+                metavar, about = one.record
+                assert f" {metavar}" in usage, name
+                assert about.endswith("."), f"{name} {metavar}"
+                assert re.search(rf"^  {re.escape(metavar)}  +{about.split()[0]}", told, re.M), name
+                found += 1
+        assert bool(told) == any(isinstance(one, click.Argument) for one in command.params), name
+    assert found >= 7
+
+
+def test_a_command_reads_what_its_options_set() -> None:
+    known = {*all_keys(), *(key.partition(".")[0] for key in all_keys())}
+    for name, command in _commands().items():
+        assert isinstance(command, Command)
+        assert set(command.reads) <= known, name
+        is_configured = any(one.name == "config" for one in command.params)
+        assert bool(command.reads) == (is_configured and name != "config"), name
+        for one in command.params:
+            if isinstance(one, SchemaOption) and command.reads and one.schema_key != "train.stores":
+                assert does_read(command, one.schema_key), f"{name} {one.opts[0]}"
+
+
+READERS = {"capture": ("generate", "capture", "plan", "eval"), "train": ("train", "eval", "export")}
+
+
+@pytest.mark.parametrize("folder", READERS)
+def test_what_a_stage_reads_one_of_its_commands_does(folder: str) -> None:
+    sections = "|".join(Run.__dataclass_fields__)
+    commands = [_commands()[name] for name in READERS[folder]]
+    for path in (Path(__file__).parents[1] / folder).glob("*.py"):
+        found = re.findall(rf"\brun\.((?:{sections})\.[a-z_]+)\b(?!\()", path.read_text())
+        for key in set(found) & set(all_keys()):
+            assert any(does_read(one, key) for one in commands), f"{path.name} reads {key}"
+
+
+def test_the_next_line_says_of_set_what_the_next_command_reads(
+    type_line: Callable[..., Ended],
+) -> None:
+    sets = [f"--set {one}" for one in ("data.heldout=0.5", "capture.seed=3", "generate.top_k=9")]
+    sets += ["--set train.seed=4", "--set eval.seed=5", "--set 'loss.gamma = 4'"]
+    typed = " ".join(sets)
+    for line, told in (
+        (f"dflash generate {TOY} --data a.jsonl --out o.jsonl", (sets[0], sets[1])),
+        (f"{CAPTURE} --store new", (sets[3], sets[5])),
+        ("dflash train --gpus cpu --store x --out run", (sets[4],)),
+        ("dflash eval --gpus cpu --drafter x --store hs", ()),
+        ("dflash config toy --set store.path=new --set 'data.files=[\"a.jsonl\"]'", sets[:2]),
+    ):
+        ended = type_line(f"{line} {typed}")
+        assert ended.code == 0, ended.err
+        said = (ended.out + ended.err).strip().splitlines()[-1]
+        for one in sets:
+            assert (one in said) == (one in told), (one, said)
 
 
 def test_every_command_is_there() -> None:
