@@ -27,6 +27,11 @@ class Usage:
     free: int
     host_peak: int
 
+    @property
+    def outside(self) -> int:
+        """What torch's allocator has not taken: CUDA's own, libraries', other processes'."""
+        return max(self.total - self.free - self.reserved, 0)
+
 
 def usage(torch: Any, device: Any) -> Usage:
     """Memory of this process on `device`, a torch.device; `torch` is the module."""
@@ -51,6 +56,7 @@ def explained(
     where: Callable[[], str],
     varying: str,
     remedy: str,
+    beside: Callable[[], Mapping[str, int]] = dict,
 ) -> Iterator[None]:
     """Turn the device's out-of-memory error into a ValueError that says what holds it.
 
@@ -60,23 +66,31 @@ def explained(
         yield
     except torch.OutOfMemoryError as error:
         used = usage(torch, device)
-        text = report(used, holdings(), where(), str(error), varying, remedy)
+        text = report(used, holdings(), where(), str(error), varying, remedy, beside())
         raise ValueError(text) from error
 
 
 def report(
-    used: Usage, holdings: Mapping[str, int], where: str, error: str, varying: str, remedy: str
+    used: Usage,
+    holdings: Mapping[str, int],
+    where: str,
+    error: str,
+    varying: str,
+    remedy: str,
+    beside: Mapping[str, int] | None = None,
 ) -> str:
     """One line: each holder in GiB, what a batch took at its peak, and what to lower.
 
     holdings: bytes of what stays from batch to batch, by name; varying: what the rest of the peak
-    is; error: torch's text; remedy: what the reader can do.
+    is; error: torch's text; remedy: what the reader can do; beside: what of the memory outside of
+    torch's allocator has a name.
     """
-    known = sum(holdings.values())
+    known, named = sum(holdings.values()), beside or {}
     parts = dict(holdings) | {
         f"{varying} at the peak": max(used.peak - known, 0),
         "the allocator's reserve": max(used.reserved - used.peak, 0),
-        "other processes and CUDA itself": max(used.total - used.free - used.reserved, 0),
+        **named,
+        "other processes and CUDA itself": max(used.outside - sum(named.values()), 0),
     }
     listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items())
     asked = error.split(". ")[1] if error.count(". ") > 1 else error

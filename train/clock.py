@@ -15,7 +15,17 @@ from collections.abc import Iterator
 import torch
 
 # in the order of a step
-STAGES = ("h2d", "dequantise", "forward", "backward", "optimizer", "validate", "checkpoint")
+STAGES = (
+    "h2d",
+    "dequantise",
+    "forward",
+    "backward",
+    # what the sums over ranks take beyond the backward pass that they run beside
+    "reduce",
+    "optimizer",
+    "validate",
+    "checkpoint",
+)
 # of these the host's time is told: they are no work of the device, or wait for it
 _OF_THE_HOST = ("validate", "checkpoint")
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,33 @@ _kv: Any = dist
 # the collective's own limit fires after ours, which can say who is missing
 _MARGIN_S = 30.0
 _BEAT_EVERY_S = 1.0
+# beats after which a rank that told nothing is taken to have ended
+_LOST_BEATS = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Beat:
+    """What a rank told of itself last."""
+
+    step: int
+    """-1: nothing."""
+    beat_time: float
+    """When it was last known to be at work."""
+    is_waiting: bool
+    """For other ranks."""
+    told_time: float
+
+    @property
+    def age_s(self) -> float:
+        return time.time() - self.beat_time if self.step >= 0 else 0.0
+
+    def __str__(self) -> str:
+        if self.step < 0:
+            return "never seen"
+        return f"last seen at step {self.step}, {self.age_s:.0f} s ago"
+
+
+_NEVER = _Beat(-1, 0.0, False, 0.0)
 
 
 class Group:
@@ -35,8 +63,7 @@ class Group:
         self.rank, self.world = place.rank, place.world
         self._timeout_s = timeout_s
         self._step = 0
-        self.is_waiting = False
-        """Waits for other ranks at this moment."""
+        self._waits_since: float | None = None
         self._beat_time = time.time()
         self._told_at = -_BEAT_EVERY_S
         self._facts: Any = None
@@ -59,13 +86,32 @@ class Group:
 
     def add_up(self, tensor: Tensor) -> None:
         """In-place sum over ranks. ValueError naming the ranks that did not come in time."""
+        self.add_up_aside(tensor)()
+
+    def add_up_aside(self, tensor: Tensor) -> Callable[[], None]:
+        """The same while this rank goes on; what is returned waits for it: on CUDA the current
+        stream does, not the host. The tensor is the sum's alone until then."""
         if self.world == 1:
-            return
+            return lambda: None
+        with self._together():
+            work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            with self._together(), self._waiting():
+                work.wait()
+
+        return wait
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """What a collective meets when another rank does not come, or has ended, as a ValueError
+        that names it."""
         try:
-            with self._waiting():
-                dist.all_reduce(tensor)
+            yield
         except (RuntimeError, dist.DistBackendError) as error:
-            raise ValueError(self.missing()) from error
+            is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            raise ValueError(self.missing() if is_late else self.lost()) from error
 
     def beat(self, step: int) -> None:
         """This rank is alive and has done `step` steps; the others are told once a second."""
@@ -76,7 +122,10 @@ class Group:
     def tell_beat(self) -> None:
         """Tell the others of the last `beat`; also from a thread, while the rank itself waits."""
         self._told_at = time.monotonic()
-        self.tell(f"beat/{self.rank}", f"{self._step} {self._beat_time} {int(self.is_waiting)}")
+        self.tell(
+            f"beat/{self.rank}",
+            f"{self._step} {self._beat_time} {int(self.is_waiting)} {time.time()}",
+        )
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for work on the device, at most `timeout_s`. ValueError naming missing ranks."""
@@ -89,23 +138,35 @@ class Group:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        self.is_waiting = True
+        self._waits_since = time.monotonic()
         try:
             yield
         finally:
-            self.is_waiting = False
+            self._waits_since = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Waits for other ranks at this moment."""
+        return self._waits_since is not None
+
+    @property
+    def waited_s(self) -> float:
+        """For how long; 0 where it does not wait."""
+        since = self._waits_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def speaks(self) -> bool:
+        """Whether this is the first of the ranks that wait: one line is enough for all of them."""
+        return not any(self._last_beat(rank).is_waiting for rank in range(self.rank))
 
     def behind(self) -> str:
         """Which ranks are behind this one, or gave no sign of life for longest."""
         silent = []
-        for rank in range(self.world):
-            step, age_s, is_waiting = self._last_beat(rank)
-            if rank == self.rank:
-                continue
-            if step < 0:
-                silent.append(f"rank {rank} (never seen)")
-            elif step < self._step or (age_s > self._timeout_s / 2 and not is_waiting):
-                silent.append(f"rank {rank} (last seen at step {step}, {age_s:.0f} s ago)")
+        for rank in self._others():
+            last = self._last_beat(rank)
+            is_silent = last.age_s > self._timeout_s / 2 and not last.is_waiting
+            if last.step < self._step or is_silent:
+                silent.append(f"rank {rank} ({last})")
         return ", ".join(silent) or "no single rank is behind"
 
     def missing(self) -> str:
@@ -115,15 +176,48 @@ class Group:
             f"other ranks: {self.behind()}; see their logs, or raise train.timeout_s"
         )
 
-    def _last_beat(self, rank: int) -> tuple[int, float, bool]:
-        """Step, seconds since, and whether it waits for others itself."""
+    def lost(self) -> str:
+        """What an error says when another rank has ended: the one that tells nothing any longer."""
+        return (
+            f"rank {self.rank} at step {self._step} lost its connection: {self._ended()} has "
+            "ended, see its log; run the same line with --resume to go on from the last checkpoint"
+        )
+
+    def _ended(self) -> str:
+        if not self._store_answers():
+            return "rank 0, which holds the key-value store of all,"
+        before = {rank: self._last_beat(rank) for rank in self._others()}
+        # all that are there tell of themselves meanwhile
+        time.sleep(_LOST_BEATS * _BEAT_EVERY_S)
+        ended = [
+            f"rank {rank} ({last})"
+            for rank, last in before.items()
+            if self._last_beat(rank).told_time == last.told_time
+        ]
+        if self.rank == 0:
+            # the others ask this rank's key-value store the same
+            time.sleep(_BEAT_EVERY_S)
+        return ", ".join(ended) or "another rank"
+
+    def _store_answers(self) -> bool:
+        try:
+            self._facts.check([f"beat/{self.rank}"])
+        except (RuntimeError, dist.DistStoreError):
+            return False
+        return True
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world) if rank != self.rank]
+
+    def _last_beat(self, rank: int) -> _Beat:
         try:
             if self._facts is None or not self._facts.check([f"beat/{rank}"]):
-                return -1, 0.0, False
-            step, beat_time, is_waiting = self._facts.get(f"beat/{rank}").decode().split()
+                return _NEVER
+            told: bytes = self._facts.get(f"beat/{rank}")
         except (RuntimeError, dist.DistStoreError):
-            return -1, 0.0, False  # the store died with rank 0
-        return int(step), time.time() - float(beat_time), is_waiting == "1"
+            return _NEVER  # the store died with rank 0
+        step, beat_time, is_waiting, told_time = told.decode().split()
+        return _Beat(int(step), float(beat_time), is_waiting == "1", float(told_time))
 
     def tell(self, key: str, text: str) -> None:
         """Leave a fact for the other ranks."""

@@ -206,7 +206,9 @@ def _step(training: Training, feed: Feed, device: torch.device) -> _Step:
     begin = _now(device)
     draw = feed.step(lambda: False, lambda: None)
     assert draw is not None, "it draws for ever"
-    for batch in feed.batches(draw):
+    for number, batch in enumerate(feed.batches(draw)):
+        if number == len(draw.batches) - 1:
+            optimizer.expect_last()
         learn(
             batch,
             training.forward,
@@ -217,7 +219,8 @@ def _step(training: Training, feed: Feed, device: torch.device) -> _Step:
             training.clock,
         )
     middle = _now(device)
-    optimizer.step(learning_rate(0, training.num_steps, run.optim), False)
+    optimizer.sum_up(wants_stop=False)
+    optimizer.step(learning_rate(0, training.num_steps, run.optim))
     return _Step(draw, middle - begin, _now(device) - middle)
 
 

@@ -17,9 +17,9 @@ from torch.optim.adamw import adamw
 from dflash_pipeline.configs.schema import OptimConfig
 from dflash_pipeline.train.finite import GRADIENT, PLACES
 from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.reduction import Reduction, length_of
 
-# weight sum, loss sum, request to stop: they travel at the end of the flat gradient, one
-# collective for all
+# weight sum, loss sum, request to stop: they travel at the end of the flat gradient
 _NUM_SUMS = 3
 _ALIGNMENT = 64
 
@@ -92,13 +92,14 @@ class Optimizer:
         device = self._parameters[0].device
         rooms = [-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in named.values()]
         self._size = sum(rooms)
-        self._num_decayed = sum(
-            room for room, one in zip(rooms, self._parameters, strict=True) if one.dim() > 1
-        )
+        num_matrices = sum(one.dim() > 1 for one in self._parameters)
+        self._num_decayed = sum(rooms[:num_matrices])
         self._master, self._average, self._square = (
             torch.zeros(self._size, dtype=torch.float32, device=device) for _ in range(3)
         )
         self._gradient = torch.zeros(self._size + _NUM_SUMS, dtype=torch.float32, device=device)
+        self._reduction = Reduction(self._gradient, rooms, num_matrices, group)
+        self._is_last = self._is_summed = False
         # of fp32 the parameters are the masters
         self._rounded = self._master if dtype == torch.float32 else self._master.to(dtype)
 
@@ -119,6 +120,7 @@ class Optimizer:
         """Parameters whose gradient is still that of the last step."""
         self._firsts: dict[int, Tensor] = {}
         """Gradients of a window's first batch, until there is a second."""
+        self._length = torch.zeros((), device=device)
         for index, rounded in enumerate(views(self._rounded)):
             parameter = self._parameters[index]
             self._masters[index].copy_(parameter.detach())
@@ -132,16 +134,25 @@ class Optimizer:
         def accumulate(finished: Tensor) -> None:
             assert finished.grad is not None
             own, finished.grad = finished.grad, None
-            if index in self._fresh:
+            if index in self._firsts:
+                _add_two(self._firsts.pop(index), own, gradient)
+            elif index not in self._fresh:
+                gradient.add_(own)
+            elif self._is_last:
+                gradient.copy_(own)
+            else:
                 # written once, together with the second
                 self._firsts[index] = own
-                self._fresh.discard(index)
-            elif index in self._firsts:
-                _add_two(self._firsts.pop(index), own, gradient)
-            else:
-                gradient.add_(own)
+            self._fresh.discard(index)
+            if self._is_last:
+                self._reduction.note(index)
 
         parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def expect_last(self) -> None:
+        """The next backward is the last before `sum_up`: each gradient that it finishes may leave
+        for the other ranks at once. Left out, all of them leave at `sum_up`; the sums are equal."""
+        self._is_last = True
 
     @torch.no_grad()
     def add(self, loss_sum: Tensor, weight_sum: Tensor, where: Tensor) -> None:
@@ -151,11 +162,11 @@ class Optimizer:
         self._where.copy_(torch.where(self._where == 0, where, self._where))
 
     @torch.no_grad()
-    def step(self, lr: float, wants_stop: bool) -> Tensor:
-        """One update from all that was added on all ranks; returns how many ranks want to stop.
+    def sum_up(self, wants_stop: bool) -> Tensor:
+        """Add up over ranks all that was added since the last step; how many ranks want to stop.
 
-        A loss or gradient that is not finite on any rank leaves masters and moments as they were
-        on every rank. Nothing waits for the device.
+        Every rank calls it once a step, whether it had a batch or not. Nothing waits for the
+        device.
         """
         flat, sums = self._gradient[: self._size], self._gradient[self._size :]
         for index in self._fresh:
@@ -164,15 +175,27 @@ class Optimizer:
             self._gradients[index].copy_(first)
         self._firsts.clear()
         sums[2].fill_(float(wants_stop))
-        length = torch.linalg.vector_norm(flat)
-        self._flag_own(length, sums[1])
+        own_loss = sums[1].clone()
+        self._length = own_length = self._reduction.finish()
+        self._flag_own(own_length, own_loss)
         if self._group.world > 1:
-            self._group.add_up(self._gradient)
-            length = torch.linalg.vector_norm(flat)
-        weight, loss, stop = sums.clone().unbind()
-        norm = length / weight
+            self._length = length_of(flat)
+        self._is_summed = True
+        return sums[2].clone()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update from what `sum_up` has summed, the same on every rank.
+
+        A loss or gradient that is not finite on any rank leaves masters and moments as they were
+        on every rank. Nothing waits for the device.
+        """
+        assert self._is_summed, "step comes after sum_up"
+        flat, sums = self._gradient[: self._size], self._gradient[self._size :]
+        weight, loss, _ = sums.unbind()
+        norm = self._length / weight
         is_bad = ~(norm.isfinite() & loss.isfinite())
-        scale = weight
+        scale = weight.clone()
         if self._config.clip > 0:
             scale = weight * (norm / self._config.clip).clamp(min=1.0)
         # a step without any loss row (weight 0 gives a norm that is not finite) is skipped alike
@@ -182,7 +205,7 @@ class Optimizer:
         self._step += 1 - is_bad.to(torch.float32)
         sums.zero_()
         self._fresh = set(range(len(self._names)))
-        return stop
+        self._is_last = self._is_summed = False
 
     def _flag_own(self, length: Tensor, loss: Tensor) -> None:
         is_fine = length.isfinite() & loss.isfinite()
@@ -287,6 +310,15 @@ class Optimizer:
         self._counts[1:3] = state["counts"]
         self._counts[3] = self._counts[2]
         self.publish()
+
+    def connect(self) -> None:
+        """Make the connections that sums over ranks need, before the first step."""
+        self._reduction.connect()
+
+    @property
+    def connection_bytes(self) -> int:
+        """What they hold of the device, outside of torch's memory."""
+        return self._reduction.connection_bytes
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each kind of tensor that it holds or fills."""

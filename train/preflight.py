@@ -134,8 +134,10 @@ def rehearse(run: Run, shape: DrafterShape, place: Place) -> None:
     batch = _batch(run, twin, generator)
     Noise(run.train, 0, torch.device("cpu")).add(batch.feature_NKH, 0, 0)
     clock = Clock(torch.device("cpu"))
+    optimizer.expect_last()
     learn(batch, EagerForward(drafter), head, run.loss, optimizer, metrics, clock)
-    optimizer.step(learning_rate(0, 1, run.optim), wants_stop=False)
+    optimizer.sum_up(wants_stop=False)
+    optimizer.step(learning_rate(0, 1, run.optim))
     health = optimizer.health(optimizer.vector())
     if health.num_bad:
         raise ValueError(

@@ -91,6 +91,10 @@ class Training:
             | {"the feed's buffers": self.feed_bytes}
         )
 
+    def beside(self) -> dict[str, int]:
+        """Bytes on the device that are not torch's, by what holds them."""
+        return {"sums over GPUs": self.optimizer.connection_bytes}
+
 
 def open_stores(
     run: Run, place: Place, log: RunLog, wish: StopWish, is_resumed: bool
@@ -158,6 +162,7 @@ def build(
     # the masters are taken before the parameters are rounded to the compute type
     drafter.to(device=device)
     optimizer = Optimizer(drafter.named_parameters(), run.optim, group, run.train.log_every, dtype)
+    optimizer.connect()
     saver = None
     if group.rank == 0:
         # of several stores all are of one identity

@@ -22,6 +22,8 @@ from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.group import Group
 
 _SHARE = 0.9
+# of train.timeout_s: a wait for other ranks so long is told
+_SLOW_SHARE = 0.1
 _LOOKS = 20
 _LOOK_EVERY_S = 1.0
 
@@ -45,6 +47,7 @@ class Watchdog:
         """`end`: how the process is ended; a hung thread can be asked nothing."""
         self._place, self._log, self._group, self._clock = place, log, group, clock
         self._limit_s, self._end = _SHARE * timeout_s, end
+        self._slow_s = _SLOW_SHARE * timeout_s
         self._step, self._beat_at = 0, time.monotonic()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -63,6 +66,7 @@ class Watchdog:
         self._group.beat(step)
 
     def _watch(self) -> None:
+        is_told = False
         while not self._is_over.wait(min(self._limit_s / _LOOKS, _LOOK_EVERY_S)):
             # the others learn of the last step of a rank that stands still, not of one before
             with contextlib.suppress(RuntimeError):  # where rank 0 and its store are gone
@@ -72,6 +76,18 @@ class Watchdog:
             if silent_s > self._limit_s and not self._group.is_waiting:
                 self._give_up(silent_s)
                 return
+            waited_s = self._group.waited_s
+            if waited_s > self._slow_s and not is_told:
+                self._tell_slow(waited_s)
+            is_told = waited_s > self._slow_s
+
+    def _tell_slow(self, waited_s: float) -> None:
+        """Once a wait, by the first of the ranks that wait; no fault, but it costs all of them."""
+        if self._group.speaks():
+            self._log.say(
+                f"rank {self._place.rank} has waited {waited_s:.0f} s for the other ranks: "
+                f"{self._group.behind()}"
+            )
 
     def _give_up(self, silent_s: float) -> None:
         place = self._place

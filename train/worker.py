@@ -70,6 +70,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
                 lambda: clock.stage_now,
                 "activations and logits",
                 LESS_MEMORY,
+                training.beside,
             ),
             Feed(
                 stores, samples, order, run, shape, device, dtype, is_poisoned(), access, clock
@@ -128,12 +129,16 @@ def _learn(
         training.profiler.before(step)
         for number, batch in enumerate(feed.batches(draw)):
             training.noise.add(batch.feature_NKH, step, number)
+            if number == len(draw.batches) - 1:
+                optimizer.expect_last()
             learn(
                 batch, training.forward, training.head, training.run.loss, optimizer, metrics, clock
             )
         lr = learning_rate(training.progress.step, training.num_steps, training.run.optim)
+        with clock.stage("reduce"):
+            votes = optimizer.sum_up(wish.is_asked())
         with clock.stage("optimizer"):
-            votes = optimizer.step(lr, wish.is_asked())
+            optimizer.step(lr)
         training.progress = replace(training.progress, step=step, position=draw.after)
         journal.note(step, draw)
         training.profiler.after(step)

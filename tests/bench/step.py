@@ -592,7 +592,8 @@ def _with_optimizer(bench: Bench, model: Model, config: LossConfig, bare_ms: flo
     def once(turn: int) -> None:
         for place in (turn, turn + 1):
             learn(batches[place % 3], model.forward, model.head, config, optimizer, metrics, clock)
-        optimizer.step(1e-5, wants_stop=False)
+        optimizer.sum_up(wants_stop=False)
+        optimizer.step(1e-5)
 
     ms = bench.ms(once) / 2
     counters = torch._dynamo.utils.counters["stats"]

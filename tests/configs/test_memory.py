@@ -17,13 +17,14 @@ TORCHS = (
 def test_the_report_gives_every_byte_of_the_device_a_holder() -> None:
     used = Usage(peak=100 * GIB, reserved=120 * GIB, total=140 * GIB, free=8 * GIB, host_peak=GIB)
     holdings = {"weights": 2 * GIB, "fp32 masters": 4 * GIB, "moments": 8 * GIB}
-    text = report(used, holdings, "backward", TORCHS, "activations", "lower train.batch_anchors")
+    beside = {"sums over GPUs": 3 * GIB}
+    text = report(used, holdings, "backward", TORCHS, "activations", "lower it", beside)
     assert (
         "ran out in backward (Tried to allocate 2.50 GiB): of 140.00 GiB hold weights 2.00," in text
     )
     assert "fp32 masters 4.00, moments 8.00, activations at the peak 86.00," in text
-    assert "the allocator's reserve 20.00, other processes and CUDA itself 12.00;" in text
-    assert text.endswith("; lower train.batch_anchors")
+    assert "the allocator's reserve 20.00, sums over GPUs 3.00, other processes" in text
+    assert text.endswith("other processes and CUDA itself 9.00; lower it")
 
 
 def test_only_the_devices_own_error_is_explained() -> None:

@@ -56,7 +56,8 @@ def test_steps_equal_torchs_adamw_on_the_mean_of_the_window(
             loss = _loss(ours, 10 * step + part)
             loss.backward()
             optimizer.add(loss.detach(), torch.tensor(weight), FINE)
-        optimizer.step(0.01, wants_stop=False)
+        optimizer.sum_up(wants_stop=False)
+        optimizer.step(0.01)
         plain.zero_grad()
         ((_loss(theirs, 10 * step) + _loss(theirs, 10 * step + 1)) / 8).backward()
         if clip:
@@ -78,7 +79,8 @@ def test_a_bad_step_changes_nothing_and_is_counted(
         loss = _loss(model, 0) * factor
         loss.backward()
         optimizer.add(loss.detach(), torch.tensor(2.0), where)
-        optimizer.step(0.01, wants_stop=False)
+        optimizer.sum_up(wants_stop=False)
+        optimizer.step(0.01)
 
     step(1.0)
     before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
@@ -107,7 +109,8 @@ def test_steps_too_small_for_bf16_add_up_in_the_masters(
         loss = _loss(model, 0)
         loss.backward()
         optimizer.add(loss.detach(), torch.tensor(1.0), FINE)
-        optimizer.step(1e-5, wants_stop=False)
+        optimizer.sum_up(wants_stop=False)
+        optimizer.step(1e-5)
     assert model[0].weight.dtype == torch.bfloat16
     assert model[0].weight.grad is None
     moved = (optimizer.masters()["0.weight"] - first).abs().mean()
@@ -121,7 +124,8 @@ def test_state_goes_on_bit_by_bit(optimizer_of: Callable[..., Optimizer]) -> Non
             loss = _loss(model, step)
             loss.backward()
             optimizer.add(loss.detach(), torch.tensor(2.0), FINE)
-            optimizer.step(0.01, wants_stop=False)
+            optimizer.sum_up(wants_stop=False)
+            optimizer.step(0.01)
 
     whole, half, rest = _model(), _model(), _model()
     one = optimizer_of(whole, OptimConfig())

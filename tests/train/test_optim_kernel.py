@@ -54,7 +54,8 @@ def _run(by_kernel: bool, device: str, dtype: torch.dtype) -> tuple[nn.Module, O
                     torch.tensor(3.0, device=device),
                     torch.zeros((), device=device),
                 )
-            optimizer.step(0.01, wants_stop=False)
+            optimizer.sum_up(wants_stop=False)
+            optimizer.step(0.01)
     return model, optimizer
 
 

@@ -162,7 +162,8 @@ def test_steps_on_cuda_wait_for_nothing_compile_once_and_equal_the_cpu(
             for members in rounds:
                 with lend(members) as batch:
                     learn(batch, forward, head, LOSS, optimizer, metrics, clock)
-                optimizer.step(1e-3, wants_stop=False)
+                optimizer.sum_up(wants_stop=False)
+                optimizer.step(1e-3)
             if device.type == "cuda" and repeat == 0:
                 compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
                 torch.cuda.synchronize()
