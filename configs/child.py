@@ -65,6 +65,9 @@ def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
         _log("stopped")
         state, code = "stopped", 143
     except BaseException as caught:
+        # whoever starts several ends the others after the first failure: not in mid-report
+        for kind in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(kind, signal.SIG_IGN)
         if isinstance(caught, BrokenPipeError) and is_unread(sys.stdout):
             state, code = "stopped", BROKEN_PIPE
         else:

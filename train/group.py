@@ -159,6 +159,12 @@ class Group:
         """Whether this is the first of the ranks that wait: one line is enough for all of them."""
         return not any(self._last_beat(rank).is_waiting for rank in range(self.rank))
 
+    def awaited(self) -> str:
+        """The ranks that do not wait for others themselves: those that the others wait for."""
+        last = {rank: self._last_beat(rank) for rank in self._others()}
+        named = [f"rank {rank} ({beat})" for rank, beat in last.items() if not beat.is_waiting]
+        return ", ".join(named) or "the other ranks"
+
     def behind(self) -> str:
         """Which ranks are behind this one, or gave no sign of life for longest."""
         silent = []

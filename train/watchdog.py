@@ -85,8 +85,7 @@ class Watchdog:
         """Once a wait, by the first of the ranks that wait; no fault, but it costs all of them."""
         if self._group.speaks():
             self._log.say(
-                f"rank {self._place.rank} has waited {waited_s:.0f} s for the other ranks: "
-                f"{self._group.behind()}"
+                f"rank {self._place.rank} has waited {waited_s:.0f} s for {self._group.awaited()}"
             )
 
     def _give_up(self, silent_s: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable
@@ -380,47 +379,6 @@ def test_log_lines_tell_each_stage_and_a_window_is_traced(
     assert names.count("optimizer") == 2
     log = (out / "logs" / "train-0.log").read_text()
     assert "steps 2 to 3 are traced in" in log
-
-
-HANGS = """
-import time
-from dflash_pipeline.train import worker
-
-def main(run, place, extra):
-    before, steps = worker.learn, []
-
-    def learn(*arguments):
-        steps.append(1)
-        if place.rank == 1 and len(steps) == 3:
-            time.sleep(60)
-        before(*arguments)
-
-    worker.learn = learn
-    worker.main(run, place, extra)
-"""
-
-
-def test_a_rank_that_hangs_is_named_and_ends_the_run(
-    whole_store: Store,
-    train_run: Callable[..., Run],
-    place: Place,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "hanging.py").write_text(HANGS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    # a launcher that is done with the failed one does not wait for the others' own patience
-    monkeypatch.setattr("dflash_pipeline.configs.launch.GRACE_S", 1.0)
-    run = train_run(timeout_s=6.0)
-    devices = Devices(kind="cpu", ids=(0, 1))
-    assert launch("hanging:main", run, devices, "train", place.log_dir, NEW) == 1
-    said = capfd.readouterr().err
-    assert re.search(r"rank 1 hangs: for [56] s it has been in stage .* after step 2 \(the", said)
-    assert "(the others: no single rank is behind)" in said
-    stacks = (tmp_path / "out" / "logs" / "train-1.log").read_text()
-    assert 'hanging.py", line 11 in learn' in stacks
-    assert "most recent call first" in stacks
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_is_written(
