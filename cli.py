@@ -149,6 +149,7 @@ def generate(context: click.Context, gpus: str, share_gpu: bool) -> int:
 @options(("--target", "target.id"), *DATA, ("--store", "store.path"))
 @options(("--hidden-mode", "store.hidden_mode"), ("--last-mode", "store.last_mode"))
 @option("--quota", "capture.quota")
+@option("--consumers", "capture.num_consumers")
 @option("--calibration-from", "capture.calibration_from")
 @option("--force", "capture.force", turns=True)
 @option("--price", "capture.price")

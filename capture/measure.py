@@ -185,7 +185,7 @@ def measure(
         store=replace(run.store, path=str(folder / "store")),
         data=replace(run.data, max_bad_share=1.0),
         # whether int8 or int4 is good enough for this target is not asked here
-        capture=replace(run.capture, quota="", calibration_from="", force=True),
+        capture=replace(run.capture, quota="", num_consumers=1, calibration_from="", force=True),
     )
     dropped = Dropped(num_rows=len(chosen))
     store = build_store(trial, files, place.kind, chosen, dropped, "", 1, lambda _text: None)

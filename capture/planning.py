@@ -32,12 +32,13 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import CaptureConfig, Run
 from dflash_pipeline.configs.sizes import parse_size, size_text
 from dflash_pipeline.store.build import estimate_bytes, existing, plan_lock, shard_bytes
-from dflash_pipeline.store.consumers import make_rolling
+from dflash_pipeline.store.consumers import release_lock
 from dflash_pipeline.store.quota import check_quota, fixed_bytes, largest_shard_bytes
 from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.rolling import gathering_of, is_rolling, make_rolling
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.stripes import check_named
@@ -91,21 +92,32 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             preflight.check(run, files, first, log.say)
         if store is not None:
             log.say(progress_text(store))
-            apply_quota(store, run.capture.quota, num_workers)
+            apply_quota(store, run.capture, num_workers)
             return
         counted = _counted(chain(first, conversations), dropped, log)
         store = build_store(run, files, kind, counted, dropped, hashed, place.threads, log.say)
         log.say(f"planned {len(store.table)} samples in {sum(store.layout.num_shards)} shards")
-        apply_quota(store, run.capture.quota, num_workers)
+        apply_quota(store, run.capture, num_workers)
 
 
-def apply_quota(store: Store, quota: str, num_workers: int) -> None:
-    """Let the store release shards from now on. UsageError if the quota is too small to go on."""
-    quota_bytes = parse_size(quota)
-    if quota_bytes and not store.is_complete:
-        largest = largest_shard_bytes(store)
-        check_quota(quota_bytes, fixed_bytes(store), largest, num_workers, str(store.path))
-        make_rolling(store.path, store.layout)
+def apply_quota(store: Store, config: CaptureConfig, num_workers: int) -> None:
+    """Let the store release shards from now on. UsageError if the quota is too small to go on, or
+    if runs shall be waited for that could not see all samples any longer."""
+    quota_bytes = parse_size(config.quota)
+    if not quota_bytes or store.is_complete:
+        return
+    largest = largest_shard_bytes(store)
+    check_quota(quota_bytes, fixed_bytes(store), largest, num_workers, str(store.path))
+    with release_lock(store.path):
+        store.refresh()
+        before = gathering_of(store.path).num_consumers if is_rolling(store.path) else 1
+        if store.num_released and config.num_consumers > before:
+            raise UsageError(
+                f"--consumers {config.num_consumers}: {store.num_released} shards of {store.path} "
+                f"were released when {before} had come together; more runs could not see all "
+                f"samples. Go on with --consumers {before}, or capture into another --store"
+            )
+        make_rolling(store.path, store.layout, config.num_consumers)
 
 
 def plan_and_capture(run: Run, place: Place, extra: dict[str, object]) -> None:

@@ -55,7 +55,12 @@ def check(
             store=replace(run.store, path=str(small.directory / "store"), shard_bytes=1),
             # random rows say nothing about the errors of int8 and int4
             capture=replace(
-                run.capture, max_bad_share=0.0, force=True, calibration_from="", quota=""
+                run.capture,
+                max_bad_share=0.0,
+                force=True,
+                calibration_from="",
+                quota="",
+                num_consumers=1,
             ),
         )
         dropped = Dropped(num_rows=len(conversations) + 1)

@@ -189,6 +189,8 @@ class CaptureConfig:
     quota: str = ""
     """Most bytes of the store on disk, as in 4TB or 1.5TiB: capture waits there until every
     training run that follows the store has used a shard, which is deleted then. Empty: no bound."""
+    num_consumers: int = 1
+    """With a quota: no shard is deleted before so many training runs follow the store."""
     price: float = 0.0
     """What a GPU costs an hour, in any currency; 0: no cost is told."""
     force: bool = False
@@ -201,6 +203,15 @@ class CaptureConfig:
 
     def __post_init__(self) -> None:
         parse_size(self.quota)
+        _need(
+            self.num_consumers >= 1,
+            f"capture.num_consumers must be at least 1, got {self.num_consumers}",
+        )
+        _need(
+            self.num_consumers == 1 or self.quota != "",
+            f"capture.num_consumers is {self.num_consumers}, but without capture.quota no shard is "
+            "deleted: give --quota as well, or leave it out",
+        )
         _need(self.price >= 0, f"capture.price must be at least 0, got {self.price}")
         _need(self.device_buffers >= 2, "capture.device_buffers must be at least 2")
         _need(self.host_buffers >= 2, "capture.host_buffers must be at least 2")

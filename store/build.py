@@ -39,10 +39,10 @@ from numpy.typing import NDArray
 
 from dflash_pipeline.store import commit, durable, flatfiles, metadata, paths
 from dflash_pipeline.store.checksum import crc32c
-from dflash_pipeline.store.consumers import make_rolling
 from dflash_pipeline.store.documents import canonical, kinds
 from dflash_pipeline.store.metadata import Root
 from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.rolling import ONE, make_rolling
 from dflash_pipeline.store.shard import hidden_shape, last_shape
 from dflash_pipeline.store.spec import FORMAT, Attributes, Layout, ShardId, StoreSpec
 from dflash_pipeline.store.table import SampleTable
@@ -208,7 +208,7 @@ class StoreBuilder:
         document = metadata.root_document(self._root(root.plan_hash, hashes))
         self._write("zarr.json", canonical(document))
         if self._quota_bytes:
-            make_rolling(self._directory, self._layout)
+            make_rolling(self._directory, self._layout, ONE.num_consumers)
         fill(self._directory)
         _sync_tree(self._directory)
         if self._path.is_dir():

@@ -29,10 +29,11 @@ from dflash_pipeline.store.calibrationgroup import (
 )
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commitlog import read_sealed
-from dflash_pipeline.store.consumers import NUM_SLOTS, consumers, consumers_document, is_rolling
+from dflash_pipeline.store.consumers import NUM_SLOTS, consumers
 from dflash_pipeline.store.documents import Document, canonical, kinds
 from dflash_pipeline.store.metadata import TOKEN_ARRAYS
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.rolling import consumers_document, gathering_of, is_rolling
 from dflash_pipeline.store.rowcheck import check_rows
 from dflash_pipeline.store.shard import ShardShape, check_shard
 from dflash_pipeline.store.spec import ShardId
@@ -87,7 +88,10 @@ def verify(path: str | Path, *, deep: bool) -> Report:
         if spec.is_calibrated:
             documents |= calibration_documents(spec, layout, calibrated)
     if is_rolling(root):
-        documents[paths.CONSUMERS] = consumers_document(layout)
+        try:
+            documents[paths.CONSUMERS] = consumers_document(layout, gathering_of(root))
+        except ValueError as error:
+            report.problems.append(str(error))
     report.problems += _metadata_faults(root, documents)
     report.problems += stripes.link_faults(root, spec, layout)
     if deep:

@@ -27,8 +27,8 @@ from dflash_pipeline.store.commit import (
     width,
     with_state,
 )
-from dflash_pipeline.store.consumers import is_rolling
 from dflash_pipeline.store.lease import Lease
+from dflash_pipeline.store.rolling import is_rolling
 from dflash_pipeline.store.spec import Layout, ShardId, StoreSpec
 from dflash_pipeline.store.table import SampleTable, claim_order
 

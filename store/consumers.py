@@ -1,6 +1,6 @@
 """The array `consumers`: the training runs that follow a rolling store, and what each has used.
 
-A store is rolling while it has this array: `capture --quota` adds it. A run is a row, one chunk
+A store is rolling while it has this array (`rolling.py`). A run is a row, one chunk
 file, uint8: JSON text that says who it is, a byte a shard (1: used), crc32c of all before. Nobody
 but the run itself writes its row; whoever removes the file drops it. Rows change and shards are
 released under one lock, so that a run cannot register beside a release.
@@ -21,15 +21,14 @@ from numpy.typing import NDArray
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.screen import duration
-from dflash_pipeline.store import durable, metadata, paths
+from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.checksum import crc32c
-from dflash_pipeline.store.documents import Document, array, canonical
 from dflash_pipeline.store.spec import Layout
 
 NUM_SLOTS = 64
 """Rows of the array."""
-_ABOUT_BYTES = 1024
-_CRC_BYTES = 4
+ABOUT_BYTES, CRC_BYTES = 1024, 4
+"""Of a row: who the run is, and the checksum at its end."""
 _LOCK_WAIT_S = 60.0
 _BEAT_EVERY_S = 5.0
 
@@ -45,29 +44,6 @@ class Consumer:
     """The run directory."""
     used: NDArray[np.bool_]
     """Whether each shard was used, in the order of `Layout.shard_ids`."""
-
-
-def consumers_document(layout: Layout) -> Document:
-    """The array's document."""
-    end = _ABOUT_BYTES + len(layout.shard_ids())
-    width = end + _CRC_BYTES
-    fields = {"about": [0, _ABOUT_BYTES], "used": [_ABOUT_BYTES, end], "crc": [end, width]}
-    codec = {"name": "bytes"}
-    shape, chunk, dims = (NUM_SLOTS, width), (1, width), ("consumer", "byte")
-    return array("uint8", shape, chunk, [codec], dims, {"fields": fields})
-
-
-def is_rolling(store: Path) -> bool:
-    """Whether shards of this store are released once they were used."""
-    return (store / paths.CONSUMERS / "zarr.json").exists()
-
-
-def make_rolling(store: Path, layout: Layout) -> None:
-    """Add the array; again is harmless."""
-    file = store / paths.CONSUMERS / "zarr.json"
-    if not file.exists():
-        durable.make_directories(file.parent)
-        durable.write_durably(file, canonical(consumers_document(layout)))
 
 
 @contextlib.contextmanager
@@ -98,12 +74,12 @@ def _read(store: Path, layout: Layout, slot: int) -> Consumer | None:
         content = file.read_bytes()
     except FileNotFoundError:
         return None
-    size = _ABOUT_BYTES + len(layout.shard_ids()) + _CRC_BYTES
+    size = ABOUT_BYTES + len(layout.shard_ids()) + CRC_BYTES
     try:
-        if len(content) != size or _crc(content[:-_CRC_BYTES]) != content[-_CRC_BYTES:]:
+        if len(content) != size or _crc(content[:-CRC_BYTES]) != content[-CRC_BYTES:]:
             raise ValueError("its size or checksum is wrong")
-        about = json.loads(content[:_ABOUT_BYTES])
-        used = np.frombuffer(content, np.bool_, size - _ABOUT_BYTES - _CRC_BYTES, _ABOUT_BYTES)
+        about = json.loads(content[:ABOUT_BYTES])
+        used = np.frombuffer(content, np.bool_, size - ABOUT_BYTES - CRC_BYTES, ABOUT_BYTES)
         return Consumer(slot, about["id"], about["name"], used)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -113,13 +89,13 @@ def _read(store: Path, layout: Layout, slot: int) -> Consumer | None:
 
 
 def _crc(content: bytes) -> bytes:
-    return crc32c(np.frombuffer(content, np.uint8)).to_bytes(_CRC_BYTES, "little")
+    return crc32c(np.frombuffer(content, np.uint8)).to_bytes(CRC_BYTES, "little")
 
 
 def write_row(store: Path, consumer: Consumer) -> None:
     """Write a run's row, whole and durable; under `release_lock`."""
-    about = json.dumps({"id": consumer.id, "name": consumer.name}).encode().ljust(_ABOUT_BYTES)
-    if len(about) > _ABOUT_BYTES:
+    about = json.dumps({"id": consumer.id, "name": consumer.name}).encode().ljust(ABOUT_BYTES)
+    if len(about) > ABOUT_BYTES:
         raise UsageError(f"{consumer.name} is too long a path for a run that follows a quota")
     content = about + consumer.used.astype(np.uint8).tobytes()
     file = store / paths.consumer_file(consumer.slot)
@@ -143,17 +119,6 @@ def remove_row(store: Path, consumer: Consumer) -> None:
     file = store / paths.consumer_file(consumer.slot)
     file.unlink(missing_ok=True)
     durable.sync(file.parent)
-
-
-def consumer_lines(store: Path) -> list[str]:
-    """A line a registered run, for people; none where there is no rolling store."""
-    if not is_rolling(store):
-        return []
-    _, _, layout, _ = metadata.read_root(store)
-    return [
-        consumer_line(one.name, int(one.used.sum()), len(one.used), presence_text(store, one))
-        for one in consumers(store, layout)
-    ]
 
 
 def consumer_line(name: str, num_used: int, num_shards: int, presence: str) -> str:

@@ -21,6 +21,7 @@ from dflash_pipeline.store.commit import COMMITTED, RELEASED, Commit
 from dflash_pipeline.store.consumers import consumers, presence_text
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.report import render, sample_text
+from dflash_pipeline.store.rolling import awaited_text
 from dflash_pipeline.store.snippet import snippet
 from dflash_pipeline.store.spec import SAMPLE_STATES, ShardId
 from dflash_pipeline.store.table import HELD_OUT
@@ -76,6 +77,7 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
         "layers": _layers(store, records),
         "calibration": dict(store.calibration.report),
         "consumers": _consumers(store, problems),
+        "awaited": _awaited(store, problems),
         "leftovers": _leftovers(store),
         "mounts": [str(mount) for mount in stripes.mounts_of(root, layout)],
         "snippet": snippet(str(root), store.spec.hidden_mode),
@@ -232,6 +234,15 @@ def _consumers(store: Store, problems: list[str]) -> list[dict[str, Any]]:
         }
         for one in found
     ]
+
+
+def _awaited(store: Store, problems: list[str]) -> str:
+    """Whether a rolling store waits for more training runs; empty: it does not."""
+    try:
+        return awaited_text(store.path, store.layout) if store.is_rolling else ""
+    except ValueError as error:
+        problems.append(str(error))
+        return ""
 
 
 def _leftovers(store: Store) -> list[str]:

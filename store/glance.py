@@ -10,9 +10,9 @@ from pathlib import Path
 
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.store import paths
-from dflash_pipeline.store.consumers import consumer_lines, is_rolling
 from dflash_pipeline.store.metadata import read_root
 from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.rolling import consumer_lines, is_rolling
 
 
 def recorded_run(store: str) -> Mapping[str, object]:

@@ -20,6 +20,7 @@ from dflash_pipeline.store.documents import kinds
 from dflash_pipeline.store.lease import Lease, Leases
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.release import Releases
+from dflash_pipeline.store.rolling import awaited_text
 from dflash_pipeline.store.spec import Layout, ShardId, StoreSpec
 
 _LOCK_WAIT_S = 60.0
@@ -116,6 +117,12 @@ class Room:
     def _awaited(self) -> str:
         store, path = self._store, self._store.path
         found = consumers(path, store.layout)
+        if awaited := awaited_text(path, store.layout):
+            names = f"; {', '.join(one.name for one in found)} do" if found else ""
+            return (
+                f"{awaited}{names}. Start dflash train --store {path} --epochs 1, or run capture "
+                "again with a smaller --consumers"
+            )
         behind = [(one, num) for one in found if (num := _num_unused(store, one))]
         if not found:
             return (

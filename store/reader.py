@@ -27,7 +27,7 @@ from dflash_pipeline.store.calibrationgroup import read_calibration
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commit import Commit
 from dflash_pipeline.store.commitlog import CommitLog
-from dflash_pipeline.store.consumers import is_rolling
+from dflash_pipeline.store.rolling import is_rolling
 from dflash_pipeline.store.rows import decode
 from dflash_pipeline.store.shard import (
     ShardShape,

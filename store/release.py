@@ -1,9 +1,9 @@
 """Releases shards of a rolling store: recorded first, then deleted.
 
-A shard is released when every registered run has used it and shards are still to be captured; once
-all are committed nobody waits for space, and what is left stays to look at. A process that is
-killed between record and deletion leaves data that its record disowns: the next release by anyone
-removes it.
+A shard is released when every registered run has used it, as many runs as were asked for have come
+together (`rolling.py`), and shards are still to be captured; once all are committed nobody waits
+for space, and what is left stays to look at. A process that is killed between record and deletion
+leaves data that its record disowns: the next release by anyone removes it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.commitlog import write_released
 from dflash_pipeline.store.consumers import consumers, release_lock
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.rolling import gather
 from dflash_pipeline.store.spec import ShardId
 
 
@@ -41,7 +42,7 @@ class Releases:
     def _releasable(self) -> list[ShardId]:
         store = self._store
         found = consumers(store.path, store.layout)
-        if not found or store.is_complete:
+        if not found or store.is_complete or not gather(store.path, store.layout):
             return []
         is_used = np.logical_and.reduce([one.used for one in found])
         return [

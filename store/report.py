@@ -140,10 +140,11 @@ def _sample(found: Mapping[str, Any]) -> list[str]:
 
 
 def _consumers(found: Mapping[str, Any]) -> list[str]:
-    return [
+    lines = [
         consumer_line(one["name"], one["used_shards"], found["total"]["shards"], one["presence"])
         for one in found["consumers"]
     ]
+    return [*lines, found["awaited"]] if found["awaited"] else lines
 
 
 def _leftovers(found: Mapping[str, Any]) -> list[str]:

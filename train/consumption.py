@@ -27,6 +27,7 @@ from dflash_pipeline.store.consumers import (
 )
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.release import Releases
+from dflash_pipeline.store.rolling import gather
 from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.train.follow import Order, Shard
 from dflash_pipeline.train.order import Position, shard_number
@@ -134,6 +135,7 @@ class _Membership:
             slot = found.get(self._id)
             self._slot = free_slot(store.path) if slot is None else slot
             write_row(store.path, Consumer(self._slot, self._id, self._name, is_used))
+            gather(store.path, store.layout)
 
     def tell(self, used: set[Shard]) -> None:
         with release_lock(self._store.path):

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from dflash_pipeline.configs.schema import TrainConfig
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.rolling import awaited_text
 from dflash_pipeline.store.table import claim_order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.order import (
@@ -270,7 +271,10 @@ class _Following:
 
     def _is_stalled(self, fresh: Shards) -> bool:
         """Whether more shards will not come before these are used and released."""
-        if len(fresh) != self._num_seen or not any(store.is_rolling for store in self._stores):
+        rolling = [store for store in self._stores if store.is_rolling]
+        # until all runs are there nothing goes, so nothing can come
+        is_gathering = any(awaited_text(store.path, store.layout) for store in rolling)
+        if len(fresh) != self._num_seen or is_gathering or not rolling:
             self._num_seen, self._grew_at = len(fresh), time.monotonic()
         is_stalled = time.monotonic() - self._grew_at >= _STALLED_S
         if is_stalled:

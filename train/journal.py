@@ -17,6 +17,7 @@ import torch
 from dflash_pipeline.configs.memory import gib, usage
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.rolling import awaited_text
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.consumption import capture_state
@@ -231,6 +232,8 @@ def awaited(stores: Sequence[Store]) -> str:
         num_captured = sum(store.is_committed(shard_id) for shard_id in shard_ids)
         doing = capture_state(store.path)
         state = f"its capture is {doing}" if doing else _IDLE
+        text = awaited_text(store.path, store.layout) if store.is_rolling else ""
+        state += f", {text}" if text else ""
         parts.append(f"{store.path} has {num_captured} of {len(shard_ids)}, {state}")
     return "; ".join(parts) or "the last ones are being sealed"
 

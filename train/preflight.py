@@ -100,7 +100,7 @@ def _check_rolling(run: Run, store: Store, is_resumed: bool) -> None:
             f"{store.num_released} of {len(store.layout.shard_ids())} shards of {store.path} were "
             "released: the runs that followed its capture have used them, and a new run would "
             "train on the rest alone. Go on with one of those runs by --resume, or capture into "
-            "another --store (without --quota, if several runs shall use it)"
+            "another --store (with --consumers N if N runs shall use it, or without --quota)"
         )
     if store.is_rolling and not store.is_sealed and run.train.epochs != 1:
         raise UsageError(

@@ -28,7 +28,8 @@ from dflash_pipeline.configs.schema import (
     TargetConfig,
 )
 from dflash_pipeline.configs.status import find_statuses
-from dflash_pipeline.store.reader import open_store
+from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.rolling import gathering_of
 from dflash_pipeline.store.table import HELD_OUT
 from places import cpu_place
 
@@ -290,6 +291,38 @@ def test_a_store_that_lacks_shards_is_tried_again(
 ) -> None:
     planned(planned_run, tmp_path)
     assert [one.key for one in preflights[0]] == [f"row-{i}" for i in range(8)]
+
+
+def with_quota(run: Run, num_consumers: int) -> Run:
+    capture = dataclasses.replace(run.capture, quota="1TB", num_consumers=num_consumers)
+    return dataclasses.replace(run, capture=capture)
+
+
+def test_the_runs_that_a_quota_waits_for_are_those_of_the_last_line(
+    run: Run, tmp_path: Path
+) -> None:
+    path = Path(run.store.path)
+    for num_consumers in (2, 2, 3, 1, 2):
+        planned(with_quota(run, num_consumers), tmp_path)
+        assert gathering_of(path).num_consumers == num_consumers
+
+
+def test_once_shards_are_gone_no_further_run_is_waited_for(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned(with_quota(run, 2), tmp_path)
+    monkeypatch.setattr(Store, "num_released", 1)
+    planned(with_quota(run, 2), tmp_path)
+    planned(with_quota(run, 1), tmp_path)
+    with pytest.raises(UsageError, match=r"--consumers 3: 1 shards .* when 1 had come together"):
+        planned(with_quota(run, 3), tmp_path)
+
+
+def test_consumers_without_a_quota_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_consumers is 2, but without capture\.quota no"):
+        CaptureConfig(num_consumers=2)
+    with pytest.raises(ValueError, match="num_consumers must be at least 1, got 0"):
+        CaptureConfig(quota="1TB", num_consumers=0)
 
 
 def test_a_resumed_capture_says_how_far_it_is(planned_run: Run, tmp_path: Path) -> None:

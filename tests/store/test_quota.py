@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.store import consumers, drop, durable, paths, release
+from dflash_pipeline.store import consumers, drop, durable, paths, release, rolling
 from dflash_pipeline.store.build import shard_bytes
 from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.commit import RELEASED
@@ -29,7 +29,7 @@ from dflash_pipeline.store.writer import StoreWriter
 @pytest.fixture
 def rolling_store(empty_store: Store) -> Store:
     """Planned, rolling, nothing captured."""
-    consumers.make_rolling(empty_store.path, empty_store.layout)
+    rolling.make_rolling(empty_store.path, empty_store.layout, 1)
     return empty_store
 
 
@@ -176,7 +176,8 @@ def test_verify_finds_what_does_not_belong_to_a_release(
     stray.parent.mkdir()
     stray.touch()
     assert any("does not belong" in text for text in verify(store.path, deep=False).problems)
-    (store.path / paths.CONSUMERS / "zarr.json").write_text("{}")
+    document = store.path / paths.CONSUMERS / "zarr.json"
+    document.write_bytes(document.read_bytes().replace(b'"shape":[64', b'"shape":[63'))
     assert any("differs from the plan" in t for t in verify(store.path, deep=False).problems)
 
 
@@ -256,11 +257,11 @@ def test_a_run_is_dropped_by_its_directory_and_another_is_named(rolling_store: S
         UsageError, match=r"no training run /runs/7 follows .* one of these: /runs/3"
     ):
         drop.drop(store.path, store.layout, "/runs/7")
-    assert consumers.consumer_lines(store.path) == [
+    assert rolling.consumer_lines(store.path) == [
         f"training run /runs/3: has used 0 of {sum(store.layout.num_shards)} shards, not running"
     ]
     drop.main(None, None, {"path": store.path, "drop": "/runs/3"})
-    assert consumers.consumer_lines(store.path) == []
+    assert rolling.consumer_lines(store.path) == []
     assert consumers.consumers(store.path, store.layout) == []
     assert consumers.free_slot(store.path) == 0
 

@@ -20,7 +20,7 @@ from dflash_pipeline.store.build import StoreBuilder, shard_bytes
 from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.commit import width
 from dflash_pipeline.store.completion import is_calibrated
-from dflash_pipeline.store.consumers import Consumer, make_rolling, write_row
+from dflash_pipeline.store.consumers import Consumer, write_row
 from dflash_pipeline.store.describe import describe
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.merge import merge
@@ -29,6 +29,7 @@ from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.release import Releases
 from dflash_pipeline.store.repair import repair
 from dflash_pipeline.store.report import render
+from dflash_pipeline.store.rolling import make_rolling
 from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.table import claim_order
 
@@ -175,7 +176,7 @@ def test_a_quota_counts_all_mounts_and_a_release_frees_them(
     planned: Store, plan: Any, tiny: ModuleType
 ) -> None:
     store, before = planned, fixed_bytes(planned)
-    make_rolling(store.path, store.layout)
+    make_rolling(store.path, store.layout, 1)
     order = claim_order(plan.layout.num_shards)
     with Leases(store.path, plan.layout, heartbeat_s=1, hung_s=60) as leases:
         room = Room(store, leases, before + shard_bytes(*_described(store), order[0]) + 1000)

@@ -17,7 +17,7 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, Run, StoreConfig
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.configs.status import new_status, write_status
-from dflash_pipeline.store import consumers, drop
+from dflash_pipeline.store import consumers, drop, rolling
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.release import Releases
 from dflash_pipeline.store.table import claim_order
@@ -45,7 +45,7 @@ def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rolling_store(growing_store: Store) -> Store:
     """At tmp_path / hs, planned and rolling."""
-    consumers.make_rolling(growing_store.path, growing_store.layout)
+    rolling.make_rolling(growing_store.path, growing_store.layout, 1)
     return growing_store
 
 
@@ -174,6 +174,58 @@ def test_less_than_a_step_is_trained_only_when_no_more_comes_and_it_is_said(
     assert draw is not None
     assert order.used(draw.after) == set(_claimed(rolling_store)[:1])
     assert "1 shards hold less than a whole step" in said[0]
+
+
+def test_while_more_runs_are_awaited_no_store_counts_as_stalled_and_the_run_says_why(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    order_of: Callable[..., Any],
+    joined: Callable[..., Consumption],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = rolling_store
+    rolling.make_rolling(store.path, store.layout, 2)
+    monkeypatch.setattr(follow, "_STALLED_S", 0.02)
+    tiny.capture(train_plan, store, most=1)
+    order, said = order_of(store, accumulate=50)
+    part = joined(store, order, START)
+    for _ in range(3):
+        assert order.draw(False) is None
+        time.sleep(0.03)
+    assert said == []
+    assert "before 2 training runs follow (--consumers 2): 1 more to start" in awaited([store])
+    other = consumers.Consumer(7, "other", "/other", np.zeros(len(_claimed(store)), bool))
+    consumers.write_row(store.path, other)
+    assert "training runs follow" not in awaited([store])
+    time.sleep(0.03)
+    draw = order.draw(False)
+    assert draw is not None
+    assert "training a smaller step" in said[0]
+    part.telling(draw.after)()
+    store.refresh()
+    assert store.num_released == 0
+
+
+def test_a_run_that_comes_as_the_last_one_ends_the_gathering(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    order_of: Callable[..., Any],
+    joined: Callable[..., Consumption],
+) -> None:
+    store = rolling_store
+    rolling.make_rolling(store.path, store.layout, 2)
+    tiny.capture(train_plan, store, most=3)
+    other = consumers.Consumer(7, "other", "/other", np.ones(len(_claimed(store)), bool))
+    consumers.write_row(store.path, other)
+    order, _ = order_of(store)
+    part = joined(store, order, START)
+    # it is done with all of them, and the run that is left does not wait for another
+    consumers.remove_row(store.path, other)
+    part.telling(_all(order)[-1].after)()
+    store.refresh()
+    assert store.num_released > 0
 
 
 def test_an_ordinary_store_never_counts_as_stalled(
