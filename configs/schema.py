@@ -8,12 +8,23 @@ data, is resolved once at the start of the stage, and is written into the run's 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from dflash_pipeline.configs.sizes import parse_size
 
 # targets that come with the package or one of its own: no server knows these names
 PACKAGED = ("toy", "smollm2")
+
+
+# what a change of a setting of training would change, marked on the field, or in `Run` on a whole
+# section; `effects.py` says who may change which
+LEARNT = MappingProxyType({"effect": "learnt"})
+"""What a run learns."""
+RESULT = MappingProxyType({"effect": "result"})
+"""How a run begins, is judged, or ends early; not what one that goes on learns."""
+FREE = MappingProxyType({"effect": "free"})
+"""Neither."""
 
 
 def _need(holds: bool, message: str) -> None:
@@ -386,65 +397,65 @@ class FeedConfig:
 class TrainConfig:
     """The training run."""
 
-    out: str = ""
+    out: str = field(default="", metadata=FREE)
     """Run directory; empty: `runs/<store name>-<time>`."""
-    stores: tuple[str, ...] = ()
+    stores: tuple[str, ...] = field(default=(), metadata=RESULT)
     """Stores to train on, each `PATH` or `PATH:SHARE`; empty: `store.path`."""
-    drop_domains: tuple[str, ...] = ()
+    drop_domains: tuple[str, ...] = field(default=(), metadata=LEARNT)
     """Domains whose samples are neither trained on nor validated with."""
-    drop_samples: tuple[str, ...] = ()
+    drop_samples: tuple[str, ...] = field(default=(), metadata=LEARNT)
     """Keys of such samples, or `@FILE` with one a line."""
-    init_from: str = ""
+    init_from: str = field(default="", metadata=RESULT)
     """Drafter checkpoint to start from; empty: random weights."""
-    epochs: int = 6
+    epochs: int = field(default=6, metadata=LEARNT)
     """Passes over the samples."""
-    max_steps: int = 0
+    max_steps: int = field(default=0, metadata=LEARNT)
     """Optimizer steps at most; 0: as the epochs give."""
-    anchors_per_sample: int = 512
+    anchors_per_sample: int = field(default=512, metadata=LEARNT)
     """Blocks drawn from one sample, at most."""
-    batch_anchors: int = 512
+    batch_anchors: int = field(default=512, metadata=LEARNT)
     """Blocks of one batch, at most."""
-    batch_tokens: int = 8192
+    batch_tokens: int = field(default=8192, metadata=LEARNT)
     """Context tokens of one batch, at most."""
-    accumulate: int = 1
+    accumulate: int = field(default=1, metadata=LEARNT)
     """Batches a rank adds up before an optimizer step."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    dtype: Literal["auto", "bf16", "fp32"] = field(default="auto", metadata=LEARNT)
     """Compute type; masters are fp32. auto: bf16 on CUDA, fp32 on a CPU."""
-    compile: bool = True
+    compile: bool = field(default=True, metadata=LEARNT)
     """On CUDA: pad batches to one shape of drafted rows and compile the drafter for it. off:
     batches as they are, nothing compiled. On a CPU always off."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=LEARNT)
     """Seed of weights, order, anchors and noise."""
-    noise_std: float = 0.0
+    noise_std: float = field(default=0.0, metadata=LEARNT)
     """Standard deviation of noise on the features that `fc` reads, in units of `noise_scale`; 0:
     none. Never at validation."""
-    noise: Literal["gaussian", "uniform"] = "gaussian"
+    noise: Literal["gaussian", "uniform"] = field(default="gaussian", metadata=LEARNT)
     """Its distribution."""
-    noise_scale: Literal["rms", "absolute"] = "rms"
+    noise_scale: Literal["rms", "absolute"] = field(default="rms", metadata=LEARNT)
     """rms: relative to the root mean square of each row of each layer."""
-    follow: bool = True
+    follow: bool = field(default=True, metadata=FREE)
     """Train on a store that is still being captured; off: refuse a store that is
     still being captured."""
-    log_every: int = 10
+    log_every: int = field(default=10, metadata=FREE)
     """Steps between log lines."""
-    save_every: int = 500
+    save_every: int = field(default=500, metadata=FREE)
     """Steps between checkpoints."""
-    keep: int = 3
+    keep: int = field(default=3, metadata=FREE)
     """Checkpoints kept besides the best."""
-    validate_every: int = 500
+    validate_every: int = field(default=500, metadata=RESULT)
     """Steps between replays of held-out samples; 0: only at the end."""
-    validate_samples: int = 64
+    validate_samples: int = field(default=64, metadata=RESULT)
     """Held-out samples replayed, at most."""
-    patience: int = 0
+    patience: int = field(default=0, metadata=RESULT)
     """Validations in a row without a gain after which the run ends early; 0: it never does."""
-    min_gain: float = 0.01
+    min_gain: float = field(default=0.01, metadata=RESULT)
     """How much tau must rise to count as a gain; any rise makes a checkpoint the best."""
-    max_bad_steps: int = 20
+    max_bad_steps: int = field(default=20, metadata=FREE)
     """Steps in a row without a finite loss and gradient before the run fails."""
-    timeout_s: float = 600.0
+    timeout_s: float = field(default=600.0, metadata=FREE)
     """Longest wait for another rank, in seconds; one that hangs for nine tenths of it says where,
     with every thread's stack in its log, and ends."""
-    profile: str = ""
+    profile: str = field(default="", metadata=FREE)
     """Steps to trace with torch.profiler into OUT/profile, as FIRST-LAST; empty: none."""
 
     def __post_init__(self) -> None:
@@ -527,9 +538,9 @@ class Run:
     store: StoreConfig = field(default_factory=StoreConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
-    drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    feed: FeedConfig = field(default_factory=FeedConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig, metadata=LEARNT)
+    loss: LossConfig = field(default_factory=LossConfig, metadata=LEARNT)
+    optim: OptimConfig = field(default_factory=OptimConfig, metadata=LEARNT)
+    feed: FeedConfig = field(default_factory=FeedConfig, metadata=FREE)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_pipeline.configs.effects import changes_of_result
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import RUN_FILE, differences, from_dict, load, parse_file
 from dflash_pipeline.configs.schema import Run
@@ -25,17 +26,6 @@ SECTIONS = ("drafter", "loss", "optim", "feed", "train")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # what stands in the directory of a sweep or of a run: a variant's folder is taken for it
 _TAKEN = re.compile(r"logs|best|last|order|profile|tensorboard|step-.*|.*\.jsonl?")
-# settings of `train` that decide neither weights nor which checkpoint is the best
-_WITHOUT_EFFECT = (
-    "out",
-    "follow",
-    "log_every",
-    "save_every",
-    "keep",
-    "max_bad_steps",
-    "timeout_s",
-    "profile",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +97,11 @@ def check_same(variant: Variant) -> None:
             f"variant {variant.name} is done, but what it was run with cannot be read from {file} "
             f"({error}): remove {file.parent}, so that it is trained anew"
         ) from None
-    free = {name: getattr(recorded.train, name) for name in _WITHOUT_EFFECT}
-    now = replace(variant.run, train=replace(variant.run.train, **free))
-    changed = differences(recorded, now, ("drafter", "loss", "optim", "train"))
+    changed = changes_of_result(recorded, variant.run)
     if not recorded.train.stores:
         changed += [
             text
-            for text in differences(recorded, now, ("store",))
+            for text in differences(recorded, variant.run, ("store",))
             if text.startswith("store.path:")
         ]
     if changed:

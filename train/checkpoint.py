@@ -1,4 +1,4 @@
-"""The run directory: what a run was told, and checkpoints that are whole or not there.
+"""The run directory: checkpoints that are whole or not there.
 
 A checkpoint is a drafter that servers load (z-lab layout, bf16) with `state/` inside, the fp32
 masters, moments and position. It is written under another name, synced, and renamed: whatever is
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.load import RUN_FILE, differences, from_dict, to_dict
-from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import durable
-from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.export import write_zlab
 from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.shape import DrafterShape
@@ -36,25 +29,6 @@ from dflash_pipeline.train.tensorfile import write_tensors
 
 _STATE = "state"
 _STEP_NAME = re.compile(r"step-(\d{8,})")
-# what may change between a run and its continuation: it decides no parameter's value
-_FREE = (
-    "out",
-    "stores",
-    "init_from",
-    "follow",
-    "log_every",
-    "save_every",
-    "keep",
-    "validate_every",
-    "validate_samples",
-    "patience",
-    "min_gain",
-    "max_bad_steps",
-    "timeout_s",
-    "profile",
-)
-# files that stand in a run directory before the run begins
-_NOT_A_RUN = {"logs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,87 +45,6 @@ class Progress:
     """Of the last validation that counted as a gain (train.min_gain)."""
     num_stale: int
     """Validations since then."""
-
-
-def begin(out: Path, run: Run, stores: Sequence[Store], resume: bool) -> None:
-    """Rank 0, before anything is written: is OUT free, or is it this very run?
-
-    UsageError for a non-empty OUT without `resume`, and for each setting or store that differs.
-    """
-    record = out / RUN_FILE
-    if not resume:
-        found = sorted({path.name for path in out.glob("*")} - _NOT_A_RUN)
-        if found:
-            raise UsageError(
-                f"{out} is not empty (it holds {found[0]}): go on with it by --resume, or name "
-                "another --out"
-            )
-        out.mkdir(parents=True, exist_ok=True)
-        _write_json(record, _description(run, stores))
-        return
-    if not record.is_file():
-        raise UsageError(
-            f"{out} holds no {RUN_FILE}: there is no run to resume, leave --resume out"
-        )
-    try:
-        before = json.loads(record.read_bytes())
-        recorded, records = from_dict(before["run"]), list(before["stores"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{record} is damaged ({error}): what the run was begun with is not known; begin a new "
-            f"run with another --out, from its weights by --init-from {out}"
-        ) from None
-    kept = {name: getattr(recorded.train, name) for name in _FREE}
-    now = replace(run, train=replace(run.train, **kept))
-    changed = differences(recorded, now, ("drafter", "loss", "optim", "train"))
-    changed += _store_changes(records, _store_records(run, stores))
-    if changed:
-        raise UsageError(
-            f"{out} was begun with other settings ({'; '.join(changed)}): set them back, or begin "
-            "a new run with another --out"
-        )
-
-
-def withdraw(out: Path) -> None:
-    """Take back what `begin` wrote for a new run that was refused before its first step: the same
-    --out may be named again. Logs stay."""
-    (out / RUN_FILE).unlink(missing_ok=True)
-
-
-def _description(run: Run, stores: Sequence[Store]) -> dict[str, Any]:
-    return {
-        "run": to_dict(run),
-        "stores": _store_records(run, stores),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("dflash-pipeline", "torch", "numpy")},
-    }
-
-
-def _store_records(run: Run, stores: Sequence[Store]) -> list[dict[str, Any]]:
-    texts = run.train.stores or (run.store.path,)
-    return [
-        {
-            "name": text,
-            "share": share.share,
-            "plan_hash": store.plan_hash,
-            "identity": store.spec.to_dict(),
-        }
-        for text, share, store in zip(texts, parse_stores(texts), stores, strict=True)
-    ]
-
-
-def _store_changes(
-    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """A store may have moved; its plan, identity and share may not have changed."""
-    if len(before) != len(now):
-        return [f"number of stores: {len(before)}, now {len(now)}"]
-    return [
-        f"store {index} ({then['name']}): another {what} at {here['name']}"
-        for index, (then, here) in enumerate(zip(before, now, strict=True))
-        for what in ("share", "plan_hash", "identity")
-        if json.dumps(then[what], sort_keys=True) != json.dumps(here[what], sort_keys=True)
-    ]
 
 
 def step_directory(out: Path, step: int) -> Path:

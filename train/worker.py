@@ -16,7 +16,7 @@ from dflash_pipeline.configs.memory import explained
 from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.train import checkpoint
+from dflash_pipeline.train import record
 from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.feed import Feed, feed_access
 from dflash_pipeline.train.follow import ORDER_FILE, Order
@@ -43,13 +43,13 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         resume = bool(extra["resume"])
         stores, samples, shape = open_stores(run, place, log, wish, resume)
         if group.rank == 0:
-            checkpoint.begin(out, run, stores, resume)
+            record.begin(out, run, [store.root for store in stores], resume)
         group.agree("begun", "")
         try:
             training = build(run, place, group, log, stores, samples, shape, resume)
         except BaseException:
             if group.rank == 0 and not resume:
-                checkpoint.withdraw(out)
+                record.withdraw(out)
             raise
         position = training.progress.position
         order = Order(samples, stores, run.train, group, out / ORDER_FILE, position, log.say)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train import checkpoint
 from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.drafter import Drafter
@@ -85,45 +81,6 @@ def test_half_a_checkpoint_is_never_taken_for_a_whole_one(
     assert sorted(path.name for path in tmp_path.glob(".step-*")) == []
 
 
-def test_out_must_be_free_or_resumed(
-    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
-) -> None:
-    run, out = train_run(), tmp_path / "out"
-    with pytest.raises(UsageError, match="no run to resume"):
-        checkpoint.begin(out, run, [whole_store], resume=True)
-    (out / "logs").mkdir(parents=True)
-    checkpoint.begin(out, run, [whole_store], resume=False)
-    with pytest.raises(UsageError, match=r"not empty \(it holds run\.json\).*--resume"):
-        checkpoint.begin(out, run, [whole_store], resume=False)
-    checkpoint.begin(out, run, [whole_store], resume=True)
-
-
-def test_resume_names_each_difference_and_allows_what_changes_no_value(
-    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
-) -> None:
-    run, out = train_run(), tmp_path / "out"
-    checkpoint.begin(out, run, [whole_store], resume=False)
-    free = replace(run, train=replace(run.train, log_every=99, keep=1, timeout_s=7.0))
-    checkpoint.begin(out, free, [whole_store], resume=True)
-    changed = replace(
-        run,
-        drafter=replace(run.drafter, block_size=8),
-        optim=replace(run.optim, lr=1.0),
-        train=replace(run.train, batch_anchors=32),
-    )
-    with pytest.raises(UsageError) as error:
-        checkpoint.begin(out, changed, [whole_store], resume=True)
-    for difference in (
-        "drafter.block_size: 4, now 8",
-        "optim.lr: 0.002, now 1.0",
-        "train.batch_anchors: 16, now 32",
-    ):
-        assert difference in str(error.value)
-    whole_store.plan_hash = "other"
-    with pytest.raises(UsageError, match="another plan_hash"):
-        checkpoint.begin(out, run, [whole_store], resume=True)
-
-
 def test_lines_of_steps_that_come_again_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 5}\n{"step": 10}\n{"step": 15}\n{"ste')
@@ -179,26 +136,3 @@ def test_a_damaged_state_is_named_and_the_checkpoint_before_serves(
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert checkpoint.load(found, torch.device("cpu"))[0] == _progress(1)
-
-
-@pytest.mark.parametrize("content", [b"", b'{"run": ', b"[]", b"{}", b"\xff", b'{"run": {}}'])
-def test_a_damaged_record_of_a_run_is_named(
-    content: bytes, whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
-) -> None:
-    run, out = train_run(), tmp_path / "out"
-    checkpoint.begin(out, run, [whole_store], resume=False)
-    (out / "run.json").write_bytes(content)
-    with pytest.raises(UsageError, match=r"run\.json is damaged .*--init-from"):
-        checkpoint.begin(out, run, [whole_store], resume=True)
-
-
-def test_resume_refuses_another_share_of_a_store(
-    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
-) -> None:
-    run, out, path = train_run(), tmp_path / "out", whole_store.path
-    half = replace(run, train=replace(run.train, stores=(f"{path}:0.5",)))
-    checkpoint.begin(out, half, [whole_store], resume=False)
-    checkpoint.begin(out, half, [whole_store], resume=True)
-    whole = replace(run, train=replace(run.train, stores=(str(path),)))
-    with pytest.raises(UsageError, match=r"store 0 .*another share"):
-        checkpoint.begin(out, whole, [whole_store], resume=True)

@@ -1,0 +1,86 @@
+"""What a run was begun with, and whether one that goes on is the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train import record
+
+
+def test_out_must_be_free_or_resumed(
+    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run, out = train_run(), tmp_path / "out"
+    with pytest.raises(UsageError, match="no run to resume"):
+        record.begin(out, run, [whole_store.root], resume=True)
+    (out / "logs").mkdir(parents=True)
+    record.begin(out, run, [whole_store.root], resume=False)
+    with pytest.raises(UsageError, match=r"not empty \(it holds run\.json\).*--resume"):
+        record.begin(out, run, [whole_store.root], resume=False)
+    record.begin(out, run, [whole_store.root], resume=True)
+
+
+def test_resume_names_each_difference_and_allows_what_changes_no_value(
+    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run, out = train_run(), tmp_path / "out"
+    record.begin(out, run, [whole_store.root], resume=False)
+    free = replace(run, train=replace(run.train, log_every=99, keep=1, timeout_s=7.0))
+    record.begin(out, free, [whole_store.root], resume=True)
+    changed = replace(
+        run,
+        drafter=replace(run.drafter, block_size=8),
+        optim=replace(run.optim, lr=1.0),
+        train=replace(run.train, batch_anchors=32),
+    )
+    with pytest.raises(UsageError) as error:
+        record.begin(out, changed, [whole_store.root], resume=True)
+    for difference in (
+        "drafter.block_size: 4, now 8",
+        "optim.lr: 0.002, now 1.0",
+        "train.batch_anchors: 16, now 32",
+    ):
+        assert difference in str(error.value)
+    root = replace(whole_store.root, plan_hash="other")
+    with pytest.raises(UsageError, match="another plan_hash"):
+        record.begin(out, run, [root], resume=True)
+    # settings alone, where the stores are not known
+    record.check_same(out, run, None)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"run": ', b"[]", b"{}", b"\xff", b'{"run": {}}'])
+def test_a_damaged_record_of_a_run_is_named(
+    content: bytes, whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run, out = train_run(), tmp_path / "out"
+    record.begin(out, run, [whole_store.root], resume=False)
+    (out / "run.json").write_bytes(content)
+    with pytest.raises(UsageError, match=r"run\.json is damaged .*--init-from"):
+        record.begin(out, run, [whole_store.root], resume=True)
+
+
+def test_resume_refuses_another_share_of_a_store(
+    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run, out, path = train_run(), tmp_path / "out", whole_store.path
+    half = replace(run, train=replace(run.train, stores=(f"{path}:0.5",)))
+    record.begin(out, half, [whole_store.root], resume=False)
+    record.begin(out, half, [whole_store.root], resume=True)
+    whole = replace(run, train=replace(run.train, stores=(str(path),)))
+    with pytest.raises(UsageError, match=r"store 0 .*another share"):
+        record.begin(out, whole, [whole_store.root], resume=True)
+
+
+def test_the_record_is_compared_without_torch() -> None:
+    code = "import sys, dflash_pipeline.train.record; print(*sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert "torch" not in answer.stdout.decode().split()

@@ -1,0 +1,110 @@
+"""`run.json`: what a run was begun with, written once and compared by every run that goes on.
+
+Loads no torch: the command line asks as well, before anything else does.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dflash_pipeline.configs.effects import changes_of_continuation
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.load import RUN_FILE, from_dict, to_dict
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.shares import parse_stores
+from dflash_pipeline.store import durable
+from dflash_pipeline.store.metadata import Root
+
+# files that stand in a run directory before the run begins
+_NOT_A_RUN = {"logs"}
+
+
+def begin(out: Path, run: Run, roots: Sequence[Root], resume: bool) -> None:
+    """Rank 0, before anything is written: is OUT free, or is it this very run?
+
+    roots: of the run's stores, in their order. UsageError for a non-empty OUT without `resume`,
+    and for each setting or store that differs.
+    """
+    if resume:
+        check_same(out, run, roots)
+        return
+    found = sorted({path.name for path in out.glob("*")} - _NOT_A_RUN)
+    if found:
+        raise UsageError(
+            f"{out} is not empty (it holds {found[0]}): go on with it by --resume, or name "
+            "another --out"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    content = {
+        "run": to_dict(run),
+        "stores": _store_records(run, roots),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("dflash-pipeline", "torch", "numpy")},
+    }
+    durable.write_durably(out / RUN_FILE, json.dumps(content, indent=2).encode())
+
+
+def check_same(out: Path, run: Run, roots: Sequence[Root] | None) -> None:
+    """UsageError unless OUT holds this run; it names each difference.
+
+    roots: None where they are not known yet: settings alone are compared.
+    """
+    record = out / RUN_FILE
+    if not record.is_file():
+        raise UsageError(
+            f"{out} holds no {RUN_FILE}: there is no run to resume, leave --resume out"
+        )
+    try:
+        before = json.loads(record.read_bytes())
+        recorded, records = from_dict(before["run"]), list(before["stores"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{record} is damaged ({error}): what the run was begun with is not known; begin a new "
+            f"run with another --out, from its weights by --init-from {out}"
+        ) from None
+    changed = changes_of_continuation(recorded, run)
+    if roots is not None:
+        changed += _store_changes(records, _store_records(run, roots))
+    if changed:
+        raise UsageError(
+            f"{out} was begun with other settings ({'; '.join(changed)}): set them back, or begin "
+            "a new run with another --out"
+        )
+
+
+def withdraw(out: Path) -> None:
+    """Take back what `begin` wrote for a new run that was refused before its first step: the same
+    --out may be named again. Logs stay."""
+    (out / RUN_FILE).unlink(missing_ok=True)
+
+
+def _store_records(run: Run, roots: Sequence[Root]) -> list[dict[str, Any]]:
+    texts = run.train.stores or (run.store.path,)
+    return [
+        {
+            "name": text,
+            "share": share.share,
+            "plan_hash": root.plan_hash,
+            "identity": dict(root.identity),
+        }
+        for text, share, root in zip(texts, parse_stores(texts), roots, strict=True)
+    ]
+
+
+def _store_changes(
+    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """A store may have moved; its plan, identity and share may not have changed."""
+    if len(before) != len(now):
+        return [f"number of stores: {len(before)}, now {len(now)}"]
+    return [
+        f"store {index} ({then['name']}): another {what} at {here['name']}"
+        for index, (then, here) in enumerate(zip(before, now, strict=True))
+        for what in ("share", "plan_hash", "identity")
+        if json.dumps(then[what], sort_keys=True) != json.dumps(here[what], sort_keys=True)
+    ]
