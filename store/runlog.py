@@ -59,6 +59,13 @@ class RunLog:
             else:
                 self._send({"say": text})
 
+    def say_once(self, text: str) -> None:
+        """What every process of the stage would say: said by the first, noted by the others."""
+        if self._place.rank == 0:
+            self.say(text)
+        else:
+            self.note(text)
+
     def note(self, text: str) -> None:
         """One line for the log file alone."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -27,6 +27,7 @@ from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.metrics import Metrics, Summary
 from dflash_pipeline.train.optim import Health, Optimizer
 from dflash_pipeline.train.order import Catalog
+from dflash_pipeline.train.speed import Speed, Stretch
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -64,6 +65,7 @@ class Journal:
         self._log, self._group, self._run = log, group, run
         self._stores, self._samples, self._num_steps = stores, samples, num_steps
         self._out, self._clock = out, clock
+        self.speed = Speed(group.world)
         self._drawn: list[tuple[int, Draw]] = []
         self._since = time.perf_counter()
         self._board = _board(out / "tensorboard") if group.rank == 0 else None
@@ -90,7 +92,7 @@ class Journal:
         is_idle = _IDLE in text
         if is_idle != self._was_idle:
             self._was_idle = is_idle
-            self._log.say(text)
+            self._log.say_once(text)
         self._log.waiting(text)
 
     def note(self, step: int, draw: Draw) -> None:
@@ -127,6 +129,16 @@ class Journal:
         num_tokens, num_blocks, num_samples, wait_s = told[len(metrics.sums) : len(shared)].tolist()
         now = time.perf_counter()
         elapsed_s, self._since = now - self._since, now
+        num_rows = num_blocks * (len(summary.accuracy_by_slot) + 1)
+        stretch = Stretch(
+            num_steps=len(self._drawn),
+            elapsed_s=elapsed_s,
+            wait_s=wait_s / self._group.world,
+            num_samples=num_samples,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+        )
+        self.speed.add(stretch)
         used = usage(torch, device)
         record: dict[str, object] = {
             "step": step,
@@ -141,9 +153,9 @@ class Journal:
             "gradient_norm": health.gradient_norm,
             "num_bad_steps": health.num_bad,
             "tokens_per_s": num_tokens / elapsed_s,
-            "draft_rows_per_s": num_blocks * (len(summary.accuracy_by_slot) + 1) / elapsed_s,
+            "draft_rows_per_s": num_rows / elapsed_s,
             "samples_per_s": num_samples / elapsed_s,
-            "wait_share": round(wait_s / self._group.world / elapsed_s, 4),
+            "wait_share": round(stretch.wait_s / elapsed_s, 4),
             "memory_gib": gib(used.peak),
             "reserved_memory_gib": gib(used.reserved),
             "host_memory_gib": gib(used.host_peak),

@@ -124,7 +124,7 @@ def _await_calibration(path: str, run: Run, log: RunLog, wish: StopWish) -> Stor
     store = open_store(path)
     if store.spec.is_calibrated or not run.train.follow:
         return store
-    log.say(f"waiting until the capture into {path} has calibrated {store.spec.hidden_mode}")
+    log.say_once(f"waiting until the capture into {path} has calibrated {store.spec.hidden_mode}")
     while not is_calibrated(path):
         log.state("waiting")
         if wish.is_asked():
@@ -179,7 +179,7 @@ def build(
     if found is not None:
         progress, state = checkpoint.load(found, device)
         optimizer.load(state)
-        log.say(f"going on from {found}")
+        log.say_once(f"going on from {found}")
     if saver is not None and resume:
         checkpoint.trim_metrics(out / "metrics.jsonl", progress.step)
         saver.found(progress.step)

@@ -52,12 +52,12 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
                 record.withdraw(out)
             raise
         position = training.progress.position
-        order = Order(samples, stores, run.train, group, out / ORDER_FILE, position, log.say)
+        order = Order(samples, stores, run.train, group, out / ORDER_FILE, position, log.say_once)
         if order.is_following:
-            log.say("the store is still being captured: following it")
+            log.say_once("the store is still being captured: following it")
         training.consumption = Consumption(stores, order, out, position, group.rank)
         device, dtype = compute_on(run, place)
-        access = feed_access(stores, run.feed, log.say)
+        access = feed_access(stores, run.feed, log.say_once)
         clock = training.clock
         with (
             contextlib.closing(training.consumption),
@@ -84,6 +84,8 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             training.save(is_best=False)
         if not is_stopped:
             training.consumption.leave()
+        if group.rank == 0 and (speed := training.journal.speed.line()):
+            log.say(speed)
         if is_stopped:
             log.say(f"stopped after step {training.progress.step}, checkpoint written")
             raise KeyboardInterrupt

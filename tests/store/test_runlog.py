@@ -48,6 +48,16 @@ def test_without_a_launcher_lines_are_printed_plainly(
     assert "following store x" in Path(place.log_dir, "train-1.log").read_text()
 
 
+def test_what_every_process_would_say_is_said_by_the_first(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DFLASH_PROGRESS_FD", raising=False)
+    for rank in (1, 0):
+        RunLog(replace(place, rank=rank)).say_once("following store x")
+        assert "following store x" in Path(place.log_dir, f"train-{rank}.log").read_text()
+    assert capsys.readouterr().out == "[0] following store x\n"
+
+
 def test_under_the_launcher_they_are_messages(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -379,6 +380,7 @@ def test_log_lines_tell_each_stage_and_a_window_is_traced(
     assert names.count("optimizer") == 2
     log = (out / "logs" / "train-0.log").read_text()
     assert "steps 2 to 3 are traced in" in log
+    assert re.search(r"speed of the last 2 steps: .* a million samples take .* h on 1 process", log)
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_is_written(
