@@ -22,6 +22,7 @@ import numpy as np
 
 from dflash_pipeline.capture.construction import build_store
 from dflash_pipeline.capture.model import resolve
+from dflash_pipeline.capture.planning import apply_quota
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.configs.load import load, to_dict
 from dflash_pipeline.configs.schema import Run
@@ -29,9 +30,9 @@ from dflash_pipeline.store.reader import Store
 from places import cpu_place
 
 
-def run_of(folder: Path, name: str, quota: str, **train: Any) -> Run:
+def run_of(folder: Path, name: str, quota: str, sets: tuple[str, ...] = (), **train: Any) -> Run:
     """The preset `tiny` over `folder / target`: store and run directory are called `name`."""
-    sets = ("target.layer_ids=[0, 2]", "store.shard_bytes=30000")
+    sets = ("target.layer_ids=[0, 2]", "store.shard_bytes=30000", *sets)
     options = {
         "target.id": str(folder / "target"),
         "data.files": (str(folder / "data.jsonl"),),
@@ -69,33 +70,64 @@ def plan(run: Run, num_samples: int) -> Store:
     ]
     dropped = Dropped(num_rows=num_samples)
     files = resolve(run.target)
-    return build_store(run, files, "cpu", conversations, dropped, "", 1, lambda _text: None)
+    store = build_store(run, files, "cpu", conversations, dropped, "", 1, lambda _text: None)
+    apply_quota(store, run.capture, 1)
+    return store
 
 
 class Host:
     """Starts processes of one run; each is named by its stage and rank."""
 
-    def __init__(self, run: Run, num_capture: int) -> None:
-        self.run, self._num_capture = run, num_capture
-        script = Path(__file__).with_name("rolling_worker.py")
-        pipe = subprocess.PIPE
-        self._host = subprocess.Popen([sys.executable, str(script)], stdin=pipe, stdout=pipe)
+    def __init__(
+        self, run: Run, num_capture: int, *, num_train: int = 1, beside: Host | None = None
+    ) -> None:
+        """`beside`: of another run, whose forking process serves this one as well."""
+        self.run, self._num = run, {"capture": num_capture, "train": num_train}
+        self._beside = beside
+        if beside is None:
+            script = Path(__file__).with_name("rolling_worker.py")
+            pipe = subprocess.PIPE
+            self._host = subprocess.Popen([sys.executable, str(script)], stdin=pipe, stdout=pipe)
+        else:
+            self._host = beside._host
         self.out = Path(run.train.out)
-        self.record = self.out.with_name(f"{self.out.name}.steps")
         self._alive: dict[str, int] = {}
+
+    @property
+    def record(self) -> Path:
+        """Of the first rank."""
+        return self.record_of(0)
+
+    def record_of(self, rank: int) -> Path:
+        """What a rank trained on, step by step."""
+        return self.out.with_name(f"{self.out.name}.{rank}.steps")
+
+    @property
+    def batches(self) -> Path:
+        """Folder of the batches that this run's ranks had."""
+        return self.out.with_name(f"{self.out.name}.batches")
+
+    @property
+    def releases(self) -> Path:
+        """What each release of a shard into this run's store went by."""
+        return Path(f"{self.run.store.path}.releases")
 
     def start(self, stage: str, rank: int) -> None:
         """Start, or go on, as the same command line does."""
         is_capture = stage == "capture"
         log_dir = f"{self.run.store.path}.logs" if is_capture else str(self.out / "logs")
-        place = cpu_place(log_dir, stage, rank, self._num_capture if is_capture else 1)
+        place = cpu_place(log_dir, stage, rank, self._num[stage])
+        meeting = self.out.with_name(f"{self.out.name}.meeting")
+        place = replace(place, rendezvous=f"file://{meeting}")
         resume = (self.out / "run.json").exists()
         task = {
             "stage": stage,
             "run": to_dict(self.run),
             "place": asdict(place),
             "extra": {} if is_capture else {"resume": resume},
-            "record": str(self.record),
+            "record": str(self.record_of(rank)),
+            "batches": str(self.batches),
+            "releases": str(self.releases),
             "output": str(self.output(stage, rank)),
             "ended": str(self._ended(stage, rank)),
         }
@@ -132,6 +164,8 @@ class Host:
         for process in self._alive.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+        if self._beside is not None:
+            return
         self._host.kill()
         self._host.wait()
         for pipe in (self._host.stdin, self._host.stdout):
@@ -147,14 +181,19 @@ def _is_alive(process: int) -> bool:
 
 
 def trained_samples(record: Path) -> list[int]:
-    """Samples of the steps that count: one that was done again counts as it was done last."""
+    """Samples of the steps that count."""
+    return [sample for drawn in trained_steps(record).values() for sample in drawn]
+
+
+def trained_steps(record: Path) -> dict[int, list[int]]:
+    """Samples of each step; one that was done again counts as it was done last."""
     steps: dict[int, list[int]] = {}
     for line in record.read_text().splitlines():
         step, samples = json.loads(line)
         steps = {before: drawn for before, drawn in steps.items() if before < step} | {
             step: samples
         }
-    return [sample for drawn in steps.values() for sample in drawn]
+    return steps
 
 
 def file_bytes(directory: Path) -> int:
