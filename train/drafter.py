@@ -4,8 +4,8 @@ Its one trap: the context is the *same* tensor for every layer. It passes throug
 `hidden_norm` once and through no layer's input norm; only keys and values are made of it.
 
 Shape letters: N packed tokens, K captured layers, H hidden, Q = anchors x slots, S slots of one
-block, E query heads, G key/value heads, D width of a head, B texts drafted for together, M
-positions of the longest.
+block, E query heads, G key/value heads, D width of a head, B texts drafted for together, X keys
+of the longest.
 Contract: arXiv 2602.06036 and z-lab's `dflash/model.py`.
 """
 
@@ -22,19 +22,16 @@ from dflash_pipeline.train.rope import Rotary, rotate
 from dflash_pipeline.train.shape import SLIDING, DrafterShape
 
 Turn = tuple[Tensor, Tensor]
+"""Cosines and sines of positions."""
+KeyValue = tuple[Tensor, Tensor]
+"""Keys and values, of one size."""
 
 
 class Attend(Protocol):
     """Attention of drafted rows over [context ; their own block]; `train/mask.py` has both ways."""
 
     def __call__(
-        self,
-        layer_type: str,
-        query_QED: Tensor,
-        context_key_NGD: Tensor,
-        context_value_NGD: Tensor,
-        block_key_QGD: Tensor,
-        block_value_QGD: Tensor,
+        self, layer_type: str, query_QED: Tensor, context_NGD: KeyValue, block_QGD: KeyValue
     ) -> Tensor:
         """-> [Q, E, D]."""
         ...
@@ -73,7 +70,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
 
-    def key_value(self, state_NH: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    def key_value(self, state_NH: Tensor, turn: Turn) -> KeyValue:
         """Keys (normed, turned) and values [N, G, D] of context or block: the same for both."""
         key_NGD = self.k_proj(state_NH).unflatten(-1, (-1, self.head_dim))
         value_NGD = self.v_proj(state_NH).unflatten(-1, (-1, self.head_dim))
@@ -111,22 +108,13 @@ class Layer(nn.Module):
         self.mlp = SwiGLU(shape)
 
     def forward(
-        self,
-        block_QH: Tensor,
-        turn_Q: Turn,
-        context_key_NGD: Tensor,
-        context_value_NGD: Tensor,
-        attend: Attend,
+        self, block_QH: Tensor, turn_Q: Turn, context_NGD: KeyValue, attend: Attend
     ) -> Tensor:
         attention = self.self_attn
         normed_QH = self.input_layernorm(block_QH)
-        mixed_QED = attend(
-            attention.layer_type,
-            attention.query(normed_QH, turn_Q),
-            context_key_NGD,
-            context_value_NGD,
-            *attention.key_value(normed_QH, turn_Q),
-        )
+        query_QED = attention.query(normed_QH, turn_Q)
+        block_QGD = attention.key_value(normed_QH, turn_Q)
+        mixed_QED = attend(attention.layer_type, query_QED, context_NGD, block_QGD)
         block_QH = block_QH + attention.o_proj(mixed_QED.flatten(-2))
         mixed_QH: Tensor = self.mlp(self.post_attention_layernorm(block_QH))
         return block_QH + mixed_QH
@@ -173,9 +161,7 @@ class Drafter(nn.Module):
         normed_NH: Tensor = self.hidden_norm(mixed_NH)
         return normed_NH
 
-    def context_keys_values(
-        self, context_NH: Tensor, position_N: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
+    def context_keys_values(self, context_NH: Tensor, position_N: Tensor) -> list[KeyValue]:
         """Each layer's (key, value) [N, G, D] of the context; more rows are appended on axis 0."""
         turn_N = self.rotary(position_N, context_NH.dtype)
         return [layer.self_attn.key_value(context_NH, turn_N) for layer in self._layers()]
@@ -191,20 +177,20 @@ class Drafter(nn.Module):
         """All blocks of a batch at once -> hidden_QH after the final norm."""
         turn_Q = self.rotary(position_Q, block_QH.dtype)
         keys_values = self.context_keys_values(context_NH, position_N)
-        for layer, (key_NGD, value_NGD) in zip(self._layers(), keys_values, strict=True):
-            block_QH = layer(block_QH, turn_Q, key_NGD, value_NGD, attend)
+        for layer, context_NGD in zip(self._layers(), keys_values, strict=True):
+            block_QH = layer(block_QH, turn_Q, context_NGD, attend)
         normed_QH: Tensor = self.norm(block_QH)
         return normed_QH
 
     def draft(
         self,
-        keys_values: Sequence[tuple[Tensor, Tensor]],
+        keys_values: Sequence[KeyValue],
         num_context_B: Sequence[int],
         block_BSH: Tensor,
     ) -> Tensor:
         """A block of each of B texts after its whole context -> hidden_BSH after the final norm.
 
-        `keys_values`: of each layer [B, M, G, D]; text b has the first num_context_B[b] of M
+        `keys_values`: of each layer [B, X, G, D]; text b has the first num_context_B[b] of X
         positions, and its block begins at the next one.
         """
         num_texts, num_slots = block_BSH.shape[:2]
@@ -214,8 +200,8 @@ class Drafter(nn.Module):
         turn_Q = self.rotary(position_BS.flatten(), block_BSH.dtype)
         attend = _BlockAttention(self.shape.sliding_window, num_context_B, start_B, num_slots)
         block_QH = block_BSH.flatten(0, 1)
-        for layer, (key_BMGD, value_BMGD) in zip(self._layers(), keys_values, strict=True):
-            block_QH = layer(block_QH, turn_Q, key_BMGD, value_BMGD, attend)
+        for layer, context_BXGD in zip(self._layers(), keys_values, strict=True):
+            block_QH = layer(block_QH, turn_Q, context_BXGD, attend)
         normed_QH: Tensor = self.norm(block_QH)
         return normed_QH.view(num_texts, num_slots, -1)
 
@@ -225,7 +211,7 @@ class Drafter(nn.Module):
 
 class _BlockAttention:
     """A block of each text, which may see its whole context; on sliding layers what the window
-    leaves of it, and no later slot. Its context comes as [B, M, G, D]."""
+    leaves of it, and no later slot. Its context comes as [B, X, G, D]."""
 
     def __init__(
         self, window: int, num_context_B: Sequence[int], start_B: Tensor, num_slots: int
@@ -234,59 +220,55 @@ class _BlockAttention:
         self._num_context = set(num_context_B)
 
     def __call__(
-        self,
-        layer_type: str,
-        query_QED: Tensor,
-        context_key_NGD: Tensor,
-        context_value_NGD: Tensor,
-        block_key_QGD: Tensor,
-        block_value_QGD: Tensor,
+        self, layer_type: str, query_QED: Tensor, context_NGD: KeyValue, block_QGD: KeyValue
     ) -> Tensor:
         size = (len(self._start_B), self._num_slots)
-        key_BMGD = torch.cat((context_key_NGD, block_key_QGD.unflatten(0, size)), dim=1)
-        value_BMGD = torch.cat((context_value_NGD, block_value_QGD.unflatten(0, size)), dim=1)
-        visible = self._visible(layer_type == SLIDING, context_key_NGD.shape[1])
+        key_BXGD, value_BXGD = (
+            torch.cat((context_BXGD, block.unflatten(0, size)), dim=1)
+            for context_BXGD, block in zip(context_NGD, block_QGD, strict=True)
+        )
+        visible = self._visible(layer_type == SLIDING, context_NGD[0].shape[1])
         return grouped_attention(
-            query_QED.unflatten(0, size), key_BMGD, value_BMGD, visible
+            query_QED.unflatten(0, size), key_BXGD, value_BXGD, visible
         ).flatten(0, 1)
 
     def _visible(self, is_sliding: bool, room: int) -> Tensor | None:
-        """[B, 1, S, M + S]; None: all of it."""
+        """[B, 1, S, X + S]; None: all of it."""
         if self._num_context == {room} and not is_sliding:
             return None
         device = self._start_B.device
         slot_S = torch.arange(self._num_slots, device=device)
-        place_M = torch.arange(room, device=device)
+        place_X = torch.arange(room, device=device)
         start_B1 = self._start_B[:, None]
         # of each column the position, and whether there is anything
-        place_BM = torch.cat((place_M.expand(len(start_B1), -1), start_B1 + slot_S), dim=1)
-        is_there_BM = torch.cat(
-            (place_M < start_B1, torch.ones_like(start_B1 + slot_S, dtype=torch.bool)), dim=1
+        place_BX = torch.cat((place_X.expand(len(start_B1), -1), start_B1 + slot_S), dim=1)
+        is_there_BX = torch.cat(
+            (place_X < start_B1, torch.ones_like(start_B1 + slot_S, dtype=torch.bool)), dim=1
         )
-        visible_BSM = is_there_BM[:, None].expand(-1, self._num_slots, -1)
+        visible_BSX = is_there_BX[:, None].expand(-1, self._num_slots, -1)
         if is_sliding:
             own_BS1 = (start_B1 + slot_S)[:, :, None]
-            place_B1M = place_BM[:, None]
-            in_window = (place_B1M <= own_BS1) & (place_B1M > own_BS1 - self._window)
-            visible_BSM = visible_BSM & in_window
-        return visible_BSM[:, None]
+            place_B1X = place_BX[:, None]
+            in_window = (place_B1X <= own_BS1) & (place_B1X > own_BS1 - self._window)
+            visible_BSX = visible_BSX & in_window
+        return visible_BSX[:, None]
 
 
 def dense_attention(
-    query_QED: Tensor, key_MGD: Tensor, value_MGD: Tensor, visible_QM: Tensor | None
+    query_QED: Tensor, key_XGD: Tensor, value_XGD: Tensor, visible_QX: Tensor | None
 ) -> Tensor:
     """Plain grouped-query attention under a boolean mask -> [Q, E, D]; None: all is visible."""
-    return grouped_attention(query_QED[None], key_MGD[None], value_MGD[None], visible_QM)[0]
+    return grouped_attention(query_QED[None], key_XGD[None], value_XGD[None], visible_QX)[0]
 
 
 def grouped_attention(
-    query_BQED: Tensor, key_BMGD: Tensor, value_BMGD: Tensor, visible: Tensor | None
+    query_BQED: Tensor, key_BXGD: Tensor, value_BXGD: Tensor, visible: Tensor | None
 ) -> Tensor:
-    """The same of B texts; `visible` broadcasts to [B, E, Q, M]."""
+    """The same of B texts; `visible` broadcasts to [B, E, Q, X]."""
     mixed = F.scaled_dot_product_attention(
         query_BQED.transpose(1, 2),
-        key_BMGD.transpose(1, 2),
-        value_BMGD.transpose(1, 2),
+        key_BXGD.transpose(1, 2),
+        value_BXGD.transpose(1, 2),
         attn_mask=visible,
         enable_gqa=True,
     )

@@ -1,6 +1,6 @@
 """What proposes: a drafter with keys and values of its own, or prompt lookup; a batch at a time.
 
-Shape letters: B prompts, M positions that a cache has room for, N tokens, S slots of a block,
+Shape letters: B prompts, X keys that a cache has room for, N tokens, S slots of a block,
 K captured layers, H hidden, G key/value heads, D width of a head.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflash_pipeline.store import rows
 from dflash_pipeline.store.quantise import Calibration
-from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.drafter import Drafter, KeyValue
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.lookup import PromptLookup
 from dflash_pipeline.train.sampling import Draws, Proposal, Sampling
@@ -59,8 +59,8 @@ class ModelDrafting:
         self._drafter = drafter
         self._head = head
         self._rounding = rounding
-        # of each layer [B, M, G, D]; prompt b fills the first _num_context[b] positions
-        self._keys_values: list[tuple[Tensor, Tensor]] = []
+        # of each layer [B, X, G, D]; prompt b fills the first _num_context[b] positions
+        self._keys_values: list[KeyValue] = []
         self._num_context: list[int] = []
 
     def begin(self, num_prompts: int) -> None:
@@ -83,8 +83,8 @@ class ModelDrafting:
         self._num_context = [span.stop for span in spans]
         self._make_room(new)
         for kept, fresh in zip(self._keys_values, new, strict=True):
-            for cache_BMGD, state_NGD in zip(kept, fresh, strict=True):
-                cache_BMGD[prompt_N, position_N] = state_NGD
+            for cache_BXGD, state_NGD in zip(kept, fresh, strict=True):
+                cache_BXGD[prompt_N, position_N] = state_NGD
 
     @torch.no_grad()
     def propose(
@@ -112,7 +112,7 @@ class ModelDrafting:
         chosen = torch.tensor(prompts, device=self._drafter.norm.weight.device)
         self._keys_values = [(key[chosen], value[chosen]) for key, value in self._keys_values]
 
-    def _make_room(self, like: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _make_room(self, like: Sequence[KeyValue]) -> None:
         """Caches as long as the longest context, grown rarely; `like` has one state a token."""
         needed = max(self._num_context)
         room = self._keys_values[0][0].shape[1] if self._keys_values else 0

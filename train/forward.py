@@ -4,12 +4,15 @@ Eager takes batches as they are. Compiled wants the drafted rows of every batch 
 context in whole tiles (`train/ring.py` pads both); it then compiles once and never again, however
 much context a batch has.
 
-Shape letters: N packed tokens in T tiles of L rows, K captured layers, H hidden, A anchors,
-Q = A x slots drafted rows, D width of a head.
+Shape letters: N packed tokens in J tiles of L rows, K captured layers, H hidden, A anchors,
+Q = A x slots drafted rows, G key/value heads, D width of a head.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,20 +26,26 @@ from dflash_pipeline.train.mask import TILE, Visibility, flex_attend, grouped_at
 from dflash_pipeline.train.shape import DrafterShape
 
 
+@dataclass(frozen=True, slots=True)
+class BlockBatch:
+    """All blocks of a batch and the context that they may see."""
+
+    feature_NKH: Tensor
+    position_N: Tensor
+    """Position of each context row in its own document."""
+    block_QH: Tensor
+    """The embedded tokens of the blocks."""
+    position_Q: Tensor
+    visibility: Visibility
+
+
 class Forward(Protocol):
     """hidden_QH of all blocks of a batch, after the final norm."""
 
     @property
     def shape(self) -> DrafterShape: ...
 
-    def __call__(
-        self,
-        feature_NKH: Tensor,
-        position_N: Tensor,
-        block_QH: Tensor,
-        position_Q: Tensor,
-        visibility: Visibility,
-    ) -> Tensor: ...
+    def __call__(self, batch: BlockBatch) -> Tensor: ...
 
 
 def is_compiled(config: TrainConfig, device: torch.device) -> bool:
@@ -59,18 +68,13 @@ class EagerForward:
     def shape(self) -> DrafterShape:
         return self._drafter.shape
 
-    def __call__(
-        self,
-        feature_NKH: Tensor,
-        position_N: Tensor,
-        block_QH: Tensor,
-        position_Q: Tensor,
-        visibility: Visibility,
-    ) -> Tensor:
+    def __call__(self, batch: BlockBatch) -> Tensor:
         drafter = self._drafter
-        attend = grouped_attend(visibility, drafter.shape.layer_types)
-        context_NH = drafter.context(feature_NKH)
-        hidden_QH: Tensor = drafter(context_NH, position_N, block_QH, position_Q, attend)
+        attend = grouped_attend(batch.visibility, drafter.shape.layer_types)
+        context_NH = drafter.context(batch.feature_NKH)
+        hidden_QH: Tensor = drafter(
+            context_NH, batch.position_N, batch.block_QH, batch.position_Q, attend
+        )
         return hidden_QH
 
 
@@ -87,8 +91,6 @@ class CompiledForward:
 
         # the compiler keeps few versions of a function: those for another drafter must go
         torch._dynamo.reset()
-        # lengths that are equal in the first batch need not be in the next
-        symbols.use_duck_shape = False
 
         def compiled(function: Any) -> Any:
             return torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
@@ -99,32 +101,42 @@ class CompiledForward:
     def shape(self) -> DrafterShape:
         return self._drafter.shape
 
-    def __call__(
-        self,
-        feature_NKH: Tensor,
-        position_N: Tensor,
-        block_QH: Tensor,
-        position_Q: Tensor,
-        visibility: Visibility,
-    ) -> Tensor:
-        drafter = self._drafter
-        masks = {kind: visibility.block_mask(kind) for kind in set(self.shape.layer_types)}
-        cos_Q, sin_Q = drafter.rotary(position_Q, block_QH.dtype)
+    def __call__(self, batch: BlockBatch) -> Tensor:
+        with _own_lengths():
+            return self._hidden(batch)
+
+    def _hidden(self, batch: BlockBatch) -> Tensor:
+        drafter, block_QH = self._drafter, batch.block_QH
+        kinds = set(self.shape.layer_types)
+        masks = {kind: batch.visibility.block_mask(kind) for kind in kinds}
+        cos_Q, sin_Q = drafter.rotary(batch.position_Q, block_QH.dtype)
         turn_Q = _one_length(cos_Q), _one_length(sin_Q)
-        cos_N, sin_N = drafter.rotary(position_N, block_QH.dtype)
-        turn_TL = _tiles(cos_N), _tiles(sin_N)
-        context_TLH = self._context(drafter, _tiles(feature_NKH))
-        torch._dynamo.mark_static(context_TLH, 1)
+        cos_N, sin_N = drafter.rotary(batch.position_N, block_QH.dtype)
+        turn_JL = _tiles(cos_N), _tiles(sin_N)
+        context_JLH = self._context(drafter, _tiles(batch.feature_NKH))
+        torch._dynamo.mark_static(context_JLH, 1)
         for layer, kind in zip(drafter.layers, self.shape.layer_types, strict=True):
             block_QH = self._layer(
-                layer, _one_length(block_QH), turn_Q, context_TLH, turn_TL, masks[kind]
+                layer, _one_length(block_QH), turn_Q, context_JLH, turn_JL, masks[kind]
             )
         hidden_QH: Tensor = self._norm(drafter.norm, _one_length(block_QH))
         return hidden_QH
 
 
+@contextlib.contextmanager
+def _own_lengths() -> Iterator[None]:
+    """What is traced within takes lengths that happen to be equal for two lengths: in the next
+    batch they need not be equal. Other code of the process keeps the compiler's own rule."""
+    before = symbols.use_duck_shape
+    symbols.use_duck_shape = False
+    try:
+        yield
+    finally:
+        symbols.use_duck_shape = before
+
+
 def _tiles(rows: Tensor) -> Tensor:
-    """[N, ...] -> [T, L, ...]: the compiler sees N = T x 128 and so needs no bounds checks."""
+    """[N, ...] -> [J, L, ...]: the compiler sees N = J x 128 and so needs no bounds checks."""
     tiles: Tensor = rows.unflatten(0, (-1, TILE))
     torch._dynamo.mark_static(tiles, 1)
     return tiles
@@ -135,26 +147,26 @@ def _one_length(rows: Tensor) -> Tensor:
     return rows
 
 
-def _context(drafter: Drafter, feature_TLKH: Tensor) -> Tensor:
-    context_NH = drafter.context(feature_TLKH.flatten(0, 1))
-    context_TLH: Tensor = context_NH.unflatten(0, feature_TLKH.shape[:2])
-    return context_TLH
+def _context(drafter: Drafter, feature_JLKH: Tensor) -> Tensor:
+    context_NH = drafter.context(feature_JLKH.flatten(0, 1))
+    context_JLH: Tensor = context_NH.unflatten(0, feature_JLKH.shape[:2])
+    return context_JLH
 
 
 def _layer(
     layer: Layer,
     block_QH: Tensor,
     turn_Q: Turn,
-    context_TLH: Tensor,
-    turn_TL: Turn,
+    context_JLH: Tensor,
+    turn_JL: Turn,
     mask: flex.BlockMask,
 ) -> Tensor:
-    cos_TL, sin_TL = turn_TL
-    key_NGD, value_NGD = layer.self_attn.key_value(
-        context_TLH.flatten(0, 1), (cos_TL.flatten(0, 1), sin_TL.flatten(0, 1))
+    cos_JL, sin_JL = turn_JL
+    context_NGD = layer.self_attn.key_value(
+        context_JLH.flatten(0, 1), (cos_JL.flatten(0, 1), sin_JL.flatten(0, 1))
     )
     attend = flex_attend({layer.self_attn.layer_type: mask}, flex.flex_attention)
-    mixed_QH: Tensor = layer(block_QH, turn_Q, key_NGD, value_NGD, attend)
+    mixed_QH: Tensor = layer(block_QH, turn_Q, context_NGD, attend)
     return mixed_QH
 
 

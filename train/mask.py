@@ -7,8 +7,8 @@ the row's own, and nothing further back than window - 1 positions from the row i
 Keys are laid out [blocks ; context]: the rows of the blocks are a constant number, so nothing in
 the compiled mask depends on how much context a batch has.
 
-Shape letters: N context rows, A anchors, S slots, Q = A x S, M = Q + N keys, E query heads,
-G key/value heads, D width of a head.
+Shape letters: N context rows, A anchors, S slots, Q = A x S, X = Q + N keys, E query heads,
+G key/value heads, D width of a head, J tiles of L rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from dflash_pipeline.train.drafter import Attend, dense_attention
+from dflash_pipeline.train.drafter import Attend, KeyValue, dense_attention
 from dflash_pipeline.train.shape import SLIDING
 
 # rows and columns of a FlexAttention tile; context and drafted rows come in whole tiles on CUDA
@@ -83,12 +83,12 @@ class Visibility:
         return sliding if layer_type == SLIDING else full
 
     def dense(self, layer_type: str) -> Tensor:
-        """The whole mask, bool [Q, M]: the truth that the block mask is compared with."""
+        """The whole mask, bool [Q, X]: the truth that the block mask is compared with."""
         device = self.anchor_A.device
         row_Q = torch.arange(self.num_rows, device=device)
-        key_M = torch.arange(self.num_rows + self.num_context, device=device)
+        key_X = torch.arange(self.num_rows + self.num_context, device=device)
         none = torch.zeros((), dtype=torch.int64, device=device)
-        return self.rule(layer_type)(none, none, row_Q[:, None], key_M[None])
+        return self.rule(layer_type)(none, none, row_Q[:, None], key_X[None])
 
     def block_mask(self, layer_type: str) -> flex.BlockMask:
         """The same mask as FlexAttention's tiles, from the ranges alone.
@@ -96,17 +96,17 @@ class Visibility:
         Since anchors are sorted, a tile's rows see nearly the same context: most tiles are full.
         Needs Q and N in whole tiles.
         """
-        low_QT, high_QT = (bound.view(-1, TILE) for bound in self.context_range(layer_type))
-        tile = torch.arange(len(low_QT), dtype=torch.int32, device=low_QT.device)
+        low_JL, high_JL = (bound.view(-1, TILE) for bound in self.context_range(layer_type))
+        tile = torch.arange(len(low_JL), dtype=torch.int32, device=low_JL.device)
         first, last = tile * TILE, tile * TILE + TILE - 1
         block_size = self.block_size
         own_first = first // block_size * block_size
         own_end = (last // block_size + 1) * block_size
         own = (first < own_end[:, None]) & (last >= own_first[:, None])
-        begin = torch.arange(0, self.num_context, TILE, dtype=torch.int32, device=low_QT.device)
+        begin = torch.arange(0, self.num_context, TILE, dtype=torch.int32, device=low_JL.device)
         end = begin + TILE
-        is_full = (begin >= low_QT.amax(1)[:, None]) & (end <= high_QT.amin(1)[:, None])
-        is_seen = (end > low_QT.amin(1)[:, None]) & (begin < high_QT.amax(1)[:, None])
+        is_full = (begin >= low_JL.amax(1)[:, None]) & (end <= high_JL.amin(1)[:, None])
+        is_seen = (end > low_JL.amin(1)[:, None]) & (begin < high_JL.amax(1)[:, None])
         partial = torch.cat((own, is_seen & ~is_full), dim=1)
         whole = torch.cat((torch.zeros_like(own), is_full), dim=1)
         return flex.BlockMask.from_kv_blocks(
@@ -125,23 +125,20 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
+def _joined(block_QGD: KeyValue, context_NGD: KeyValue) -> KeyValue:
+    """Keys and values of all that a mask speaks of: [blocks ; context]."""
+    (block_key, block_value), (context_key, context_value) = block_QGD, context_NGD
+    return torch.cat((block_key, context_key)), torch.cat((block_value, context_value))
+
+
 def dense_attend(mask_by_type: dict[str, Tensor]) -> Attend:
     """The plain way: every row against every key. What the other two must equal."""
 
     def attend(
-        layer_type: str,
-        query_QED: Tensor,
-        context_key_NGD: Tensor,
-        context_value_NGD: Tensor,
-        block_key_QGD: Tensor,
-        block_value_QGD: Tensor,
+        layer_type: str, query_QED: Tensor, context_NGD: KeyValue, block_QGD: KeyValue
     ) -> Tensor:
-        return dense_attention(
-            query_QED,
-            torch.cat((block_key_QGD, context_key_NGD)),
-            torch.cat((block_value_QGD, context_value_NGD)),
-            mask_by_type[layer_type],
-        )
+        key_XGD, value_XGD = _joined(block_QGD, context_NGD)
+        return dense_attention(query_QED, key_XGD, value_XGD, mask_by_type[layer_type])
 
     return attend
 
@@ -158,22 +155,16 @@ def grouped_attend(visibility: Visibility, layer_types: Iterable[str]) -> Attend
         groups.append(_group(visibility, first, context, set(layer_types)))
 
     def attend(
-        layer_type: str,
-        query_QED: Tensor,
-        context_key_NGD: Tensor,
-        context_value_NGD: Tensor,
-        block_key_QGD: Tensor,
-        block_value_QGD: Tensor,
+        layer_type: str, query_QED: Tensor, context_NGD: KeyValue, block_QGD: KeyValue
     ) -> Tensor:
-        mixed = [
-            dense_attention(
-                query_QED[rows],
-                torch.cat((block_key_QGD[rows], context_key_NGD[context])),
-                torch.cat((block_value_QGD[rows], context_value_NGD[context])),
-                mask_by_type[layer_type],
+        mixed = []
+        for rows, context, mask_by_type in groups:
+            key_XGD, value_XGD = _joined(
+                (block_QGD[0][rows], block_QGD[1][rows]),
+                (context_NGD[0][context], context_NGD[1][context]),
             )
-            for rows, context, mask_by_type in groups
-        ]
+            mask = mask_by_type[layer_type]
+            mixed.append(dense_attention(query_QED[rows], key_XGD, value_XGD, mask))
         return torch.cat(mixed) if mixed else query_QED
 
     return attend
@@ -202,17 +193,13 @@ def flex_attend(mask_by_type: dict[str, flex.BlockMask], attention: FlexAttentio
     are never read."""
 
     def attend(
-        layer_type: str,
-        query_QED: Tensor,
-        context_key_NGD: Tensor,
-        context_value_NGD: Tensor,
-        block_key_QGD: Tensor,
-        block_value_QGD: Tensor,
+        layer_type: str, query_QED: Tensor, context_NGD: KeyValue, block_QGD: KeyValue
     ) -> Tensor:
+        key_XGD, value_XGD = _joined(block_QGD, context_NGD)
         mixed: Tensor = attention(
             query_QED.transpose(0, 1)[None],
-            torch.cat((block_key_QGD, context_key_NGD)).transpose(0, 1)[None],
-            torch.cat((block_value_QGD, context_value_NGD)).transpose(0, 1)[None],
+            key_XGD.transpose(0, 1)[None],
+            value_XGD.transpose(0, 1)[None],
             block_mask=mask_by_type[layer_type],
             enable_gqa=True,
             kernel_options=_KERNEL_OPTIONS,

@@ -97,6 +97,8 @@ class Reduction:
         bucket = self._bucket_of[index]
         assert index in self._unfinished[bucket], "a gradient came after the window's last batch"
         self._unfinished[bucket].discard(index)
+        if self._group.world == 1:
+            return
         # the last one holds sums that are known only after backward
         while self.num_started < len(self._members) - 1 and not self._unfinished[self.num_started]:
             self._start()
@@ -117,6 +119,5 @@ class Reduction:
     @torch.no_grad()
     def _start(self) -> None:
         bucket = self.num_started
-        if self._group.world > 1:
-            self._lengths.append(length_of(self._own[bucket]))
+        self._lengths.append(length_of(self._own[bucket]))
         self._waits.append(self._group.add_up_aside(self._summed[bucket]))

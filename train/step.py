@@ -15,7 +15,7 @@ from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.dpace import dpace_weights
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.finite import first_not_finite
-from dflash_pipeline.train.forward import Forward
+from dflash_pipeline.train.forward import BlockBatch, Forward
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loss import RowStats, chunked_loss
 from dflash_pipeline.train.mask import Visibility
@@ -95,7 +95,7 @@ def draft_blocks(batch: Batch, forward: Forward, head: TargetHead) -> Tensor:
         block_size=block_size,
         window=shape.sliding_window,
     )
-    embedded_QH = head.embed(id_AS.flatten())
+    block_QH = head.embed(id_AS.flatten())
     return forward(
-        batch.feature_NKH, batch.position_N, embedded_QH, position_AS.flatten(), visibility
+        BlockBatch(batch.feature_NKH, batch.position_N, block_QH, position_AS.flatten(), visibility)
     )

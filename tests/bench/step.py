@@ -278,7 +278,8 @@ def _check_attention(bench: Bench, layer_type: str) -> None:
         (dense_attend(dense), torch.float32),
     ):
         inputs = [part.to(dtype).requires_grad_() for part in parts]
-        mixed = attend(layer_type, *inputs)
+        query, *states = inputs
+        mixed = attend(layer_type, query, (states[0], states[1]), (states[2], states[3]))
         results.append([mixed, *torch.autograd.grad(mixed, inputs, outer.to(dtype))])
     errors = [relative(*pair) for pair in zip(*results, strict=True)]
     bench.tell(f"check attention {layer_type}", largest_error=max(errors))
@@ -400,7 +401,9 @@ def mask(bench: Bench) -> None:
     def forward(turn: int) -> tuple[Tensor, list[Tensor]]:
         # with gradients, so that one compilation serves both
         leaves = [one.detach().requires_grad_() for one in inputs[turn % 2]]
-        return attends[turn % 4](FULL, *leaves), leaves
+        query, *states = leaves
+        context, block = (states[0], states[1]), (states[2], states[3])
+        return attends[turn % 4](FULL, query, context, block), leaves
 
     def both(turn: int) -> None:
         torch.autograd.grad(*forward(turn), outer)
@@ -591,6 +594,8 @@ def _with_optimizer(bench: Bench, model: Model, config: LossConfig, bare_ms: flo
 
     def once(turn: int) -> None:
         for place in (turn, turn + 1):
+            if place == turn + 1:
+                optimizer.expect_last()
             learn(batches[place % 3], model.forward, model.head, config, optimizer, metrics, clock)
         optimizer.sum_up(wants_stop=False)
         optimizer.step(1e-5)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash_pipeline.configs.schema import LossConfig
-from dflash_pipeline.train.drafter import Drafter
+from dflash_pipeline.train.drafter import Drafter, KeyValue
 from dflash_pipeline.train.floor import H200_FLOP_PER_S, StepSize, loss_flop, step_flop
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loss import Teacher, chunked_loss
@@ -27,16 +27,16 @@ def _wide(shape: DrafterShape) -> DrafterShape:
 
 
 def _attend(
-    _layer_type: str, query_QED: Tensor, key_NGD: Tensor, value_NGD: Tensor, *block: Tensor
+    _layer_type: str, query_QED: Tensor, context_NGD: KeyValue, block_QGD: KeyValue
 ) -> Tensor:
     """Plain attention by two products over all keys, so that torch can count them."""
-    group = query_QED.shape[1] // key_NGD.shape[1]
-    key_MED, value_MED = (
+    group = query_QED.shape[1] // context_NGD[0].shape[1]
+    key_XED, value_XED = (
         torch.cat(pair).repeat_interleave(group, dim=1)
-        for pair in ((block[0], key_NGD), (block[1], value_NGD))
+        for pair in zip(block_QGD, context_NGD, strict=True)
     )
-    score_EQM = query_QED.transpose(0, 1) @ key_MED.permute(1, 2, 0)
-    return (score_EQM.softmax(-1) @ value_MED.transpose(0, 1)).transpose(0, 1)
+    score_EQX = query_QED.transpose(0, 1) @ key_XED.permute(1, 2, 0)
+    return (score_EQX.softmax(-1) @ value_XED.transpose(0, 1)).transpose(0, 1)
 
 
 def test_a_step_costs_what_torch_counts(shape: DrafterShape) -> None:

@@ -28,17 +28,22 @@ def test_buckets_hold_each_parameter_once_in_the_order_in_which_backward_ends() 
     assert bucketed([64, 64], 0, 100) == [range(2)]
 
 
-def test_sums_begin_in_one_order_whatever_order_gradients_come_in(place: Place) -> None:
+def test_sums_begin_in_one_order_whatever_order_gradients_come_in() -> None:
     begun: list[int] = []
 
     class Noted(Group):
+        world = 2
+
+        def __init__(self) -> None:
+            pass
+
         def add_up_aside(self, tensor: torch.Tensor) -> Callable[[], None]:
             begun.append(tensor.storage_offset())
             return lambda: None
 
     rooms = [1 << 24] * 3
     gradient = torch.empty(sum(rooms) + 3, device="meta")
-    summed = Reduction(gradient, rooms, 3, Noted(place, 5.0))
+    summed = Reduction(gradient, rooms, 3, Noted())
     for index in (0, 1):
         summed.note(index)
     # the last matrix, which is to go first, is still missing
