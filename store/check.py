@@ -7,7 +7,6 @@ what an interrupted capture leaves: notes, no faults. The data of a released sha
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import stat
@@ -17,27 +16,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from dflash_pipeline.configs.mounts import root_of
-from dflash_pipeline.store import commit, durable, flatfiles, metadata, paths, stripes
-from dflash_pipeline.store.build import plan_hash, remaining_bytes, token_digest
+from dflash_pipeline.store import durable, flatfiles, metadata, paths, stripes
+from dflash_pipeline.store.build import remaining_bytes
 from dflash_pipeline.store.calibrationgroup import (
     calibration_documents,
     calibration_files,
     read_calibration,
 )
-from dflash_pipeline.store.checksum import crc32c
-from dflash_pipeline.store.commitlog import read_sealed
 from dflash_pipeline.store.consumers import NUM_SLOTS, consumers
 from dflash_pipeline.store.documents import Document, canonical, kinds
 from dflash_pipeline.store.metadata import TOKEN_ARRAYS
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rolling import consumers_document, gathering_of, is_rolling
-from dflash_pipeline.store.rowcheck import check_rows
-from dflash_pipeline.store.shard import ShardShape, check_shard
+from dflash_pipeline.store.shardcheck import (
+    lost_its_record,
+    sealed_faults,
+    shard_faults,
+    token_chunk_faults,
+    token_faults,
+)
 from dflash_pipeline.store.spec import ShardId
-from dflash_pipeline.store.table import teacher_positions, valid_anchors
 
 _THREADS = 4
 # in an error, which is one line
@@ -113,22 +112,22 @@ def _check_store(store: Store, report: Report, deep: bool) -> None:
     report.num_committed = sum(store.is_committed(shard_id) for shard_id in shard_ids)
     report.num_released = store.num_released
     _check_files(store, report)
-    sealed_faults = list(_sealed_faults(store))
-    report.problems += sealed_faults
-    report.is_seal_damaged = bool(sealed_faults)
+    of_seal = list(sealed_faults(store))
+    report.problems += of_seal
+    report.is_seal_damaged = bool(of_seal)
     if report.num_committed and not store.spec.is_calibrated:
         report.problems.append(f"{store.path} has committed shards but no calibration")
     with ThreadPoolExecutor(_THREADS) as threads:
-        for faults in threads.map(lambda i: list(_token_chunk_faults(store, i, deep)), shard_ids):
+        for faults in threads.map(lambda i: list(token_chunk_faults(store, i, deep)), shard_ids):
             report.problems += faults
-        found = threads.map(lambda i: _shard_faults(store, i, deep), shard_ids)
+        found = threads.map(lambda i: shard_faults(store, i, deep), shard_ids)
         for shard_id, (faults, num_bytes) in zip(shard_ids, found, strict=True):
             report.problems += faults
             report.checked_bytes += num_bytes
-            if faults or _lost_its_record(store, shard_id):
+            if faults or lost_its_record(store, shard_id):
                 report.damaged_shards.append(shard_id)
     if deep:
-        report.problems += _token_faults(store)
+        report.problems += token_faults(store)
     needed, free = remaining_bytes(store), stripes.free_bytes(store.path, store.layout)
     # a rolling store is not meant to hold all of it at the same time
     if needed > free and not store.is_rolling:
@@ -225,120 +224,6 @@ def _check_files(store: Store, report: Report) -> None:
                     report.problems.append(f"{file} does not belong into a store")
                 elif not stat.S_ISREG(file.lstat().st_mode):
                     report.problems.append(f"{file} is not a plain file")
-
-
-def _sealed_faults(store: Store) -> Iterator[str]:
-    file = store.path / paths.SEALED_FILE
-    try:
-        sealed = read_sealed(store.path, store.spec, store.layout)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        yield str(error)
-        return
-    records = itertools.chain.from_iterable(sealed)
-    for shard_id, words in zip(store.layout.shard_ids(), records, strict=True):
-        expected = commit.width(store.spec, store.layout, shard_id.bucket)
-        why = commit.problem(words, expected, store.table.rows_of(shard_id))
-        record = store.path / paths.commit_file(shard_id)
-        if why:
-            yield f"{file}: the record of shard {shard_id} {why}"
-        elif not record.exists():
-            yield f"{record} is missing although the store is sealed"
-        elif store.is_committed(shard_id) and _as_committed(record.read_bytes()) != words.tobytes():
-            yield f"{file}: the record of shard {shard_id} differs from {record}"
-
-
-def _as_committed(content: bytes) -> bytes:
-    """A whole record as it was before its shard was released; the seal is not told of that."""
-    words = np.frombuffer(content, "<u4")
-    return commit.with_state(words, commit.COMMITTED).tobytes()
-
-
-def _lost_its_record(store: Store, shard_id: ShardId) -> bool:
-    """Whether a record that should be there is damaged, or missing from a sealed store."""
-    if store.is_committed(shard_id):
-        return False
-    return store.is_sealed or (store.path / paths.commit_file(shard_id)).exists()
-
-
-def _token_chunk_faults(store: Store, shard_id: ShardId, deep: bool) -> Iterator[str]:
-    """Faults of a shard's token chunks and of their checksums, which the plan fixed."""
-    planned, record = _planned_crcs(store, shard_id), store.commit_of(shard_id)
-    if record is not None and record.token_crcs != planned:
-        yield f"shard {shard_id}: commit record and plan differ in the tokens' checksums"
-    for name, expected in zip(TOKEN_ARRAYS, planned, strict=True):
-        file = store.path / paths.token_file(shard_id, name)
-        if not file.exists():
-            yield f"{file} is missing"
-        elif deep and expected is not None:
-            try:
-                is_whole = crc32c(file.read_bytes()) == expected
-            except OSError as error:
-                yield f"{file} cannot be read: {error.strerror}"
-                continue
-            if not is_whole:
-                yield f"{file} (shard {shard_id}) does not match its checksum"
-
-
-def _shard_faults(store: Store, shard_id: ShardId, deep: bool) -> tuple[list[str], int]:
-    """Faults of a shard's rows, and the bytes that were read."""
-    faults: list[str] = []
-    num_bytes = 0
-    record = store.commit_of(shard_id)
-    if record is None or record.state != commit.COMMITTED:
-        return faults, num_bytes
-    kinds: list[tuple[str, ShardShape]] = [("hidden", store.hidden_shape)]
-    if store.last_shape is not None:
-        kinds.append(("last", store.last_shape))
-    for kind, shape in kinds:
-        name = paths.hidden_file(shard_id) if kind == "hidden" else paths.last_file(shard_id)
-        num_rows = record.rows if kind == "hidden" else record.last_rows
-        file = store.path / name
-        try:
-            descriptor = os.open(file, os.O_RDONLY)
-        except OSError as error:
-            faults.append(f"{file} is committed but cannot be opened: {error.strerror}")
-            continue
-        try:
-            check_shard(descriptor, str(file), num_rows, shape)
-            if deep:
-                faults += check_rows(store, shard_id, kind, record, descriptor, str(file))
-                num_bytes += shape.file_bytes(num_rows)
-        except (OSError, ValueError) as error:
-            faults.append(f"{file}: {error}" if isinstance(error, OSError) else str(error))
-        finally:
-            os.close(descriptor)
-    return faults, num_bytes
-
-
-def _planned_crcs(store: Store, shard_id: ShardId) -> tuple[int | None, int | None]:
-    try:
-        return store.token_crcs(shard_id)
-    except ValueError:
-        return None, None
-
-
-def _token_faults(store: Store) -> Iterator[str]:
-    """The tokens must be those the plan was hashed with, and its counts must follow from them."""
-    digests, table = {}, store.table
-    for shard_id in store.layout.shard_ids():
-        rows, _ = table.rows_of(shard_id)
-        try:
-            ids_N, mask_N = store.shard_tokens(shard_id)
-        except ValueError as error:
-            yield str(error)
-            return
-        digests[shard_id] = token_digest(ids_N[:rows], mask_N[:rows])
-        for i in range(len(table))[table.of_shard(shard_id)]:
-            _, mask_T = store.tokens(i)
-            num_teacher = len(teacher_positions(mask_T, store.spec.last_rows))
-            found = num_teacher, len(valid_anchors(mask_T))
-            planned = int(table.num_teacher[i]), int(table.num_anchors[i])
-            if found != planned:
-                yield f"sample {i} (shard {shard_id}): (teacher, anchors) {found}, plan {planned}"
-    if plan_hash(table, digests) != store.plan_hash:
-        yield f"{store.path}: sample table and tokens do not match dflash.plan_hash"
 
 
 def main(run: object, place: object, extra: Mapping[str, object]) -> None:

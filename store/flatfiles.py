@@ -1,4 +1,4 @@
-"""Files of a store read whole, once their place and size are checked."""
+"""Files of a store that are one array each, opened once their place and size are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ def sha256_of(file: Path) -> str:
 
 
 def read_flat(store: Path, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """A flat array of the store read whole, after its size is checked."""
+    """A flat array of the store read whole; ValueError if it is missing or of another size."""
+    return np.fromfile(_checked(store, name, dtype, shape), dtype).reshape(shape)
+
+
+def map_flat(store: Path, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """The same as a read-only memory map."""
+    return np.memmap(_checked(store, name, dtype, shape), dtype, "r", 0, shape)
+
+
+def _checked(store: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Path:
     file = inside(store, name)
     expected = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
     try:
@@ -26,7 +35,7 @@ def read_flat(store: Path, name: str, dtype: str, shape: tuple[int, ...]) -> np.
         raise ValueError(f"{file} is missing: the store is damaged") from None
     if found != expected:
         raise ValueError(f"{file} has {found} bytes, expected {expected}: the store is damaged")
-    return np.fromfile(file, dtype).reshape(shape)
+    return file
 
 
 def inside(store: Path, name: str) -> Path:

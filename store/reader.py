@@ -7,22 +7,18 @@ Letters: T tokens of a sample, M rows of its `last`, K layers, R bytes of a stor
 
 from __future__ import annotations
 
-import json
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
-from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.store import durable, flatfiles, metadata, paths, stripes
 from dflash_pipeline.store.access import Access, Range
+from dflash_pipeline.store.cache import Cache
 from dflash_pipeline.store.calibrationgroup import read_calibration
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commit import Commit
@@ -38,10 +34,10 @@ from dflash_pipeline.store.shard import (
 )
 from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.table import COLUMNS, KEY_COLUMNS, SampleTable
+from dflash_pipeline.store.targetgroup import TargetGroup
+from dflash_pipeline.store.tokens import TokenChunks
 
 Bytes = NDArray[np.uint8]
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
 
 _CACHED_SHARDS = 32
 
@@ -72,9 +68,9 @@ class Store:
         self.hidden_shape = hidden_shape(self.spec, self.layout)
         self.last_shape = last_shape(self.spec, self.layout) if self.spec.has_last else None
         self._commits = CommitLog(self.path, self.spec, self.layout, self.table, problems)
-        self._maps: _Cache[tuple[ShardId, str], Bytes] = _Cache(_CACHED_SHARDS)
-        self._tokens: _Cache[ShardId, tuple[NDArray[np.uint32], Bytes]] = _Cache(_CACHED_SHARDS)
-        self._token_crcs: _Cache[int, NDArray[np.uint32]] = _Cache(len(self.layout.num_shards))
+        self._maps: Cache[tuple[ShardId, str], Bytes] = Cache(_CACHED_SHARDS)
+        self._tokens = TokenChunks(self.path, self.layout, _CACHED_SHARDS)
+        self._target = TargetGroup(self.path, self.root, self.spec)
         self._first_row = self.table.shard.astype(np.int64) * self.layout.rows_per_shard
 
     def _check_mounts(self, named: tuple[str, ...], problems: list[str] | None) -> None:
@@ -183,31 +179,11 @@ class Store:
 
     def shard_tokens(self, shard_id: ShardId) -> tuple[NDArray[np.uint32], Bytes]:
         """Token ids and loss mask of all rows of a shard."""
-        return self._tokens.get(shard_id, lambda: self._read_tokens(shard_id))
-
-    def _read_tokens(self, shard_id: ShardId) -> tuple[NDArray[np.uint32], Bytes]:
-        arrays = []
-        for name, dtype in metadata.TOKEN_ARRAYS.items():
-            file = flatfiles.inside(self.path, paths.token_file(shard_id, name))
-            size = self.layout.rows_per_shard * np.dtype(dtype).itemsize
-            out = np.empty(size, np.uint8)
-            try:
-                # `out` of the promised size: a hostile frame cannot make us allocate more
-                Zstd().decode(file.read_bytes(), out)
-            except (OSError, RuntimeError, ValueError) as error:
-                raise ValueError(f"{file} cannot be read ({error}): the store is damaged") from None
-            arrays.append(out.view(dtype))
-        return arrays[0], arrays[1]
+        return self._tokens.of_shard(shard_id)
 
     def token_crcs(self, shard_id: ShardId) -> tuple[int, int]:
         """crc32c that the chunk files of input_ids and loss_mask of a shard had at planning."""
-        bucket = shard_id.bucket
-        crcs = self._token_crcs.get(bucket, lambda: self._read_token_crcs(bucket))
-        return int(crcs[shard_id.shard, 0]), int(crcs[shard_id.shard, 1])
-
-    def _read_token_crcs(self, bucket: int) -> NDArray[np.uint32]:
-        shape = (self.layout.num_shards[bucket], len(metadata.TOKEN_ARRAYS))
-        return flatfiles.read_flat(self.path, paths.token_crc_file(bucket), "<u4", shape)
+        return self._tokens.crcs(shard_id)
 
     def _rows(self, i: int) -> tuple[int, int]:
         """First row and row after the last of a sample inside its shard's `hidden`."""
@@ -343,45 +319,24 @@ class Store:
 
     def embed(self) -> NDArray[np.uint16]:
         """The target's embedding as raw bf16 bits, a read-only view uint16 [V, H]."""
-        return self._matrix(paths.EMBED_FILE)
+        return self._target.embed()
 
     @property
     def is_tied(self) -> bool:
         """Whether the target's head is its embedding."""
-        return self.root.num_head_rows == 0
+        return self._target.is_tied
 
     def head(self) -> NDArray[np.uint16]:
         """The target's head as raw bf16 bits, a read-only view uint16 [V, H]."""
-        return self.embed() if self.is_tied else self._matrix(paths.HEAD_FILE)
-
-    def _matrix(self, name: str) -> NDArray[np.uint16]:
-        file, shape = (
-            flatfiles.inside(self.path, name),
-            (self.spec.vocab_size, self.spec.hidden_size),
-        )
-        descriptor = _open(file)
-        os.close(descriptor)
-        if file.stat().st_size != 2 * shape[0] * shape[1]:
-            raise ValueError(f"{file} has not the size of {shape}: the store is damaged")
-        return np.memmap(file, "<u2", "r", 0, shape)
+        return self._target.head()
 
     def files(self) -> dict[str, bytes]:
         """The target's configuration, tokenizer and template files, by name."""
-        return {name: self._file(name) for name in self.root.file_bytes}
-
-    def _file(self, name: str) -> bytes:
-        size = cast("int", self.root.file_bytes[name])
-        if size == 0:
-            return b""
-        return flatfiles.read_flat(self.path, paths.target_file(name), "|u1", (size,)).tobytes()
+        return self._target.files()
 
     def target_config(self) -> dict[str, Any]:
         """The target's config.json."""
-        try:
-            found = json.loads(self._file("config.json"))
-        except (KeyError, ValueError):
-            raise ValueError(f"{self.path} holds no readable config.json of its target") from None
-        return cast("dict[str, Any]", found)
+        return self._target.config()
 
 
 def open_store(path: str | Path) -> Store:
@@ -397,29 +352,3 @@ def _open(file: Path) -> int:
         return os.open(file, os.O_RDONLY)
     except FileNotFoundError:
         raise ValueError(f"{file} is missing although it is committed") from None
-
-
-class _Cache(Generic[Key, Value]):
-    """The values used last, at most `size` of them."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._lock = size, threading.Lock()
-        self._values: OrderedDict[Key, Value] = OrderedDict()
-
-    def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key]
-        value = make()
-        with self._lock:
-            self._values[key] = value
-            if len(self._values) > self._size:
-                self._values.popitem(last=False)
-        return value
-
-    def drop(self, is_unwanted: Callable[[Key], bool]) -> None:
-        """Forget values by their keys."""
-        with self._lock:
-            for key in [key for key in self._values if is_unwanted(key)]:
-                del self._values[key]
