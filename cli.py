@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NoReturn
 import click
 
 from dflash_pipeline.configs import (
+    answering,
     capturing,
     child,
     evaluation,
@@ -31,12 +31,11 @@ from dflash_pipeline.configs import (
 )
 from dflash_pipeline.configs.docs import field_docs
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.following import Following, end, this_line
+from dflash_pipeline.configs.following import end, this_line
 from dflash_pipeline.configs.gpus import listed
 from dflash_pipeline.configs.inputs import need
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import load, to_toml
-from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import (
     DATA,
     STORE_ARGUMENT,
@@ -46,7 +45,6 @@ from dflash_pipeline.configs.options import (
     config_argument,
     config_of,
     configured,
-    give,
     given,
     option,
     options,
@@ -57,7 +55,6 @@ from dflash_pipeline.configs.options import (
 )
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.configs.stage import (
     ONE_CPU,
     devices_of,
@@ -119,24 +116,13 @@ def dflash(context: click.Context) -> None:
 @click.pass_context
 def generate(context: click.Context, gpus: str, share_gpu: bool) -> int:
     """Let the target answer prompts: conversations in, JSONL out. Run again to resume."""
+    from dflash_pipeline.capture import glance
+
     run = resolve(context)
-    need(run.data.files, "--data FILE", "data.files")
-    if not run.generate.endpoints:
-        need(run.target.id, "--target MODEL", "target.id")
-    out = need(run.generate.out, "--out FILE", "generate.out")
-    inputs.check_target(run.target.id)
-    inputs.check_data(run.data.files)
-    inputs.check_out_file(out, "--out")
-    # where servers answer, one process asks and no GPU is needed
-    devices = ONE_CPU if run.generate.endpoints else devices_of(gpus, share_gpu)
-    entry = "dflash_pipeline.capture.generate:main"
-    per_target = 1 if run.generate.endpoints else run.target.num_gpus
-    code = run_stage(entry, run, devices, "generate", f"{out}.logs", {}, share_gpu, per_target)
-    if code == 0 and Path(out).is_file() and Path(out).stat().st_size == 0:
-        raise ValueError(
-            f"no prompt of {', '.join(run.data.files)} was answered, {out} is empty: the lines "
-            "above say why each was left out"
-        )
+    out = answering.check(run)
+    glance.check_data(run, click.echo)
+    glance.check_generate(run)
+    code = answering.answer(run, gpus, share_gpu)
     # servers alone do not say which target to capture
     told: dict[str, object] = {} if run.target.id else {"target.id": "MODEL"}
     told |= {"data.files": (out,), "data.limit": None}
@@ -161,8 +147,13 @@ def generate(context: click.Context, gpus: str, share_gpu: bool) -> int:
 @click.pass_context
 def capture(context: click.Context, gpus: str, share_gpu: bool, plan: bool) -> int:
     """Store the target's hidden states over the data. Run again to resume."""
+    from dflash_pipeline.capture import glance
+    from dflash_pipeline.store.following import training_on
+
     run = resolve(context)
     mounts = capturing.check(run)
+    glance.check_data(run, click.echo)
+    glance.check_capture(run, only_count=plan)
     devices = devices_of(gpus, share_gpu or plan)
     if plan:
         again = shlex.join(one for one in following.words() if one != "--plan")
@@ -170,7 +161,7 @@ def capture(context: click.Context, gpus: str, share_gpu: bool, plan: bool) -> i
     code = capturing.capture(run, mounts[0], devices, share_gpu)
     whole = ",".join(mounts)
     usual = following.line(context, train, {"train.stores": (whole,)})
-    return end(code, _training_on(whole, usual), this_line())
+    return end(code, lambda: training_on(whole, usual), this_line())
 
 
 @dflash.command(reads=("target", "data", "store", "generate", "capture", *TRAINING))
@@ -206,8 +197,12 @@ def plan(
     For capture and training side by side on a split of the devices, and one after the other on
     all of them.
     """
+    from dflash_pipeline.capture import glance
+
     run = resolve(context)
     store, *_ = capturing.check(run)
+    glance.check_data(run, lambda text: click.echo(text, err=as_json))
+    glance.check_capture(run, only_count=True)
     devices, sides = measuring.planned_devices(gpus, capture_gpus, train_gpus)
     out = sys.stderr if as_json else sys.stdout
     try:
@@ -264,44 +259,37 @@ def train(
     per_gpu: int | None,
 ) -> int:
     """Train a drafter from one store or several; follows a store that is still being captured."""
+    from dflash_pipeline.store.following import measuring as measuring_line
+    from dflash_pipeline.train import glance
+
     if per_gpu and not sweep:
         raise UsageError("--per-gpu shares a device out among the variants of a --sweep: name one")
-    run = resolve(context)
-    if run.train.drop_samples:
-        # the run's record names each of them, so that a run that goes on drops the same
-        give(context, "train.drop_samples", inputs.listed(run.train.drop_samples, "--drop-sample"))
-        run = resolve(context)
-    stores = run.train.stores or (run.store.path,)
-    need(stores[0], "--store DIR", "train.stores")
-    paths = [root_of(one.path) for one in parse_stores(stores)]
-    for path in paths:
-        training.await_plan(path, run.train.follow)
-    if not run.train.out:
-        if resume or torchrun.is_rank():
-            why = "--resume" if resume else "under torchrun"
-            raise UsageError(f"{why}: name the run directory with --out DIR")
-        give(context, "train.out", f"runs/{paths[0].name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        run = resolve(context)
+    run, stores = training.prepared(context, resume)
     out = run.train.out
     training.check_directory(out, resume, bool(sweep))
-
-    def evaluating(trained: str) -> Callable[[], str]:
-        store = str(paths[0])
-        return lambda: following.evaluating(context, evaluate, run, trained, store)
-
+    variants = []
     if sweep:
         variants = read_variants(sweep, config_of(context), sets_of(context), given(context))
+    if resume:
+        fleet.check_done(variants)
+    glance.check_runs([one.run for one in variants] or [run])
+
+    def measured(trained: str) -> Callable[[], str]:
+        return lambda: measuring_line(context, dflash.commands, run, trained, stores)
+
+    if sweep:
         devices = devices_of(gpus, share_gpu)
         best, signal = fleet.train_variants(variants, out, devices, share_gpu, resume, per_gpu or 1)
         code = 128 + signal if signal else 0
-        return end(code, evaluating(best), following.resuming(out))
+        return end(code, measured(best), following.resuming(out))
     entry, logs, extra = "dflash_pipeline.train.worker:main", f"{out}/logs", {"resume": resume}
     if torchrun.is_rank():
         return torchrun.run_rank(entry, run, gpus, "train", logs, extra)
     devices = devices_of(gpus, share_gpu)
-    click.echo(f"train: {', '.join(stores)} -> {out} on {devices}")
+    named = ", ".join(run.train.stores or stores)
+    click.echo(f"train: {named} -> {out} on {devices}")
     code = run_stage(entry, run, devices, "train", logs, extra, share_gpu)
-    return end(code, evaluating(out), following.resuming(out))
+    return end(code, measured(out), following.resuming(out))
 
 
 @dflash.command(
@@ -340,6 +328,7 @@ def evaluate(
 ) -> int:
     """Measure acceptance by decoding with the target, or by replaying a store without it."""
     run = resolve(context)
+    _look_at_evaluation(run, compare or (run.eval.drafter,))
     if compare:
         return evaluation.compare(run, compare, gpus, share_gpu)
     if run.eval.endpoint:
@@ -435,7 +424,16 @@ def verify(
     inputs.check_store(path)
     extra: dict[str, object] = {"path": path, "json": as_json}
     entry, run, devices = "dflash_pipeline.store.check:main", Run(), ONE_CPU
-    usual: Following = _training_on(path, lambda: _training_line(path, path))
+
+    def following_line() -> str:
+        from dflash_pipeline.store import following as after
+
+        if repair:
+            return after.after_repair(capture, path)
+        if deep or sample is not None:
+            return after.training_on(path, lambda: after.training_line(path, path))
+        return f"dflash verify --deep {shlex.quote(path)}"
+
     if sample is not None:
         if deep or repair:
             raise UsageError("--sample computes, --deep and --repair check files: one at a time")
@@ -447,11 +445,9 @@ def verify(
     else:
         extra |= {"deep": deep}
     if repair:
-        entry, usual = "dflash_pipeline.store.repair:main", lambda: _after_repair(path)
-    elif not deep and sample is None:
-        usual = f"dflash verify --deep {shlex.quote(path)}"
+        entry = "dflash_pipeline.store.repair:main"
     code = look(entry, "verify", extra, run, devices, share_gpu)
-    return code if as_json else end(code, usual)
+    return code if as_json else end(code, following_line)
 
 
 @dflash.command()
@@ -469,6 +465,8 @@ def merge(out: str, stores: tuple[str, ...], fast: bool) -> int:
 
     Nothing is decoded: shards become hard links where that is possible, else copies.
     """
+    from dflash_pipeline.store.following import training_line
+
     for path in stores:
         inputs.check_store(path)
     if len({Path(path).resolve() for path in stores}) != len(stores):
@@ -479,7 +477,7 @@ def merge(out: str, stores: tuple[str, ...], fast: bool) -> int:
     extra = {"out": out, "stores": list(stores), "deep": not fast}
     with scratch_logs("merge") as logs:
         code = launch("dflash_pipeline.store.merge:main", Run(), ONE_CPU, "merge", logs, extra)
-    return end(code, lambda: _training_line(out, stores[0]), this_line())
+    return end(code, lambda: training_line(out, stores[0]), this_line())
 
 
 @dflash.command("status")
@@ -560,37 +558,16 @@ def demo(target: str, out: str, gpus: str, share_gpu: bool) -> int:
     return end(code, f"dflash inspect {shlex.quote(out)}/store", this_line())
 
 
-def _training_line(store: str, captured: str) -> str:
-    """The line that trains on a store, with the preset of the target that `captured` is of."""
-    # a store is its own to read, with numpy
-    from dflash_pipeline.store import glance
+def _look_at_evaluation(run: Run, drafters: Sequence[str]) -> None:
+    """The same of prompts, and whether drafters know conversations as this line renders them."""
+    from dflash_pipeline.capture import arguments
+    from dflash_pipeline.capture import glance as data
+    from dflash_pipeline.train import glance
 
-    return following.training_line(store, glance.recorded_run(captured))
-
-
-def _after_repair(store: str) -> str:
-    """Once more the capture that made the store, where there is something to redo."""
-    from dflash_pipeline.store import glance
-
-    captured = glance.recorded_run(store)
-    if not glance.is_open(store):
-        return following.training_line(store, captured)
-    return following.capturing_again(capture, store, captured)
-
-
-def _training_on(store: str, usual: Following) -> Callable[[], str]:
-    """The line that trains on a store, known once the command is done: for most stores `usual`."""
-
-    def found() -> str:
-        from dflash_pipeline.store import glance
-
-        line = usual if isinstance(usual, str) else usual()
-        rolling = glance.rolling(store)
-        if rolling is None:
-            return line
-        return following.training_on_rolling(store, line, rolling.num_released, rolling.is_sealed)
-
-    return found
+    if run.eval.prompts:
+        data.check_rows(run.eval.prompts, 0, run.data.max_bad_share, click.echo)
+    for drafter in drafters:
+        glance.check_drafter(run, drafter, arguments.template_arguments_text(run.target))
 
 
 def _fail(text: str, code: int) -> NoReturn:

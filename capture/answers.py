@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dflash_pipeline.capture.samples import Conversation, Dropped, Message, hash64, place, read
+from dflash_pipeline.capture.settings import sampling
 from dflash_pipeline.capture.template import RenderError, render, spans_of
 from dflash_pipeline.configs.schema import DataConfig, GenerateConfig, TargetConfig
 
@@ -75,12 +76,6 @@ class Dialogue:
         found["finish"] = self.finishes
         found["sampling"] = sampling(config)
         return found
-
-
-def sampling(config: GenerateConfig) -> dict[str, object]:
-    """The settings that an answer depends on."""
-    names = ("temperature", "top_p", "top_k", "max_new_tokens", "seed")
-    return {name: getattr(config, name) for name in names}
 
 
 def answer_seed(seed: int, key: str, turn: int) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from dflash_pipeline.capture import sources
+from dflash_pipeline.capture.arguments import template_arguments_text
 from dflash_pipeline.capture.batches import Plan, plan
 from dflash_pipeline.capture.model import TargetFiles, embedding_and_head
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.spool import Spool, fill
-from dflash_pipeline.capture.template import template_arguments_text
 from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.place import dtype_name

@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 from dflash_pipeline.capture import samples, template, twin
 from dflash_pipeline.capture.answerer import LEFT_OUT, end_ids, num_positions, room
+from dflash_pipeline.capture.arguments import template_arguments_text
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Dropped
 from dflash_pipeline.capture.target import Target, compute_dtype
@@ -198,7 +199,7 @@ class EvalTarget:
         return {
             "tokenizer_hash": self.files.tokenizer_hash(),
             "template_hash": self.files.template_hash(),
-            "template_args": template.template_arguments_text(self.run.target),
+            "template_args": template_arguments_text(self.run.target),
         }
 
     def load(self) -> LoadedTarget:

@@ -13,10 +13,10 @@ from typing import Any
 
 from dflash_pipeline.capture.answer_file import AnswerFile
 from dflash_pipeline.capture.answers import Dialogue, answer_seed
+from dflash_pipeline.capture.arguments import template_arguments
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.samples import Dropped, Message
 from dflash_pipeline.capture.servers import Refused, Servers
-from dflash_pipeline.capture.template import template_arguments
 from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.store.runlog import RunLog
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from dflash_pipeline.capture import endpoint, settings, twin
 from dflash_pipeline.capture.answer_file import AnswerFile
 from dflash_pipeline.capture.answerer import LEFT_OUT, Answerer
-from dflash_pipeline.capture.answers import Dialogue, dialogues, sampling
+from dflash_pipeline.capture.answers import Dialogue, dialogues
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Dropped
-from dflash_pipeline.capture.template import RenderError, template_arguments_text
+from dflash_pipeline.capture.template import RenderError
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
@@ -84,13 +84,8 @@ def rehearse(run: Run, place: Place, files: TargetFiles, log: RunLog) -> None:
 
 def run_settings(run: Run, files: TargetFiles | None) -> dict[str, object]:
     """What answers depend on besides their prompts; runs that agree may share a file."""
-    found = sampling(run.generate) | {
-        "samples": run.generate.samples,
-        "target": files.directory.name if files is not None else "",
-        "template_args": template_arguments_text(run.target),
-        "max_len": run.data.max_len,
-        "overlong": run.data.overlong,
-    }
+    found = settings.told_settings(run)
+    found["target"] = files.directory.name if files is not None else ""
     if files is not None:
         found["tokenizer_hash"] = files.tokenizer_hash()
         found["template_hash"] = files.template_hash()

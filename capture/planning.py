@@ -15,21 +15,21 @@ from itertools import chain, islice
 from pathlib import Path
 
 from dflash_pipeline.capture import preflight, sources, worker
+from dflash_pipeline.capture.arguments import template_arguments_text
 from dflash_pipeline.capture.construction import (
     arranged,
     build_store,
     fill_checked,
     store_spec,
 )
+from dflash_pipeline.capture.continuing import DATA_FIELDS, plan_differences, refuse
 from dflash_pipeline.capture.donor import donor
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped, read
-from dflash_pipeline.capture.settings import recorded, settings_path
+from dflash_pipeline.capture.settings import check_generated
 from dflash_pipeline.capture.spool import Spool
-from dflash_pipeline.capture.template import template_arguments_text
 from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import CaptureConfig, Run
@@ -37,7 +37,7 @@ from dflash_pipeline.configs.sizes import parse_size, size_text
 from dflash_pipeline.store.build import estimate_bytes, existing, plan_lock, shard_bytes
 from dflash_pipeline.store.consumers import release_lock
 from dflash_pipeline.store.quota import check_quota, fixed_bytes, largest_shard_bytes
-from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rolling import gathering_of, is_rolling, make_rolling
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.runlog import RunLog
@@ -47,12 +47,6 @@ from dflash_pipeline.store.table import HELD_OUT
 NUM_PREFLIGHT = 8
 # another capture of the same store may be planning; it takes as long as reading all data does
 _LOCK_WAIT_S = 24 * 3600.0
-_DATA_FIELDS = ("max_len", "overlong", "limit", "heldout")
-_PLAN_FIELDS = {
-    "data": _DATA_FIELDS,
-    "store": ("shard_bytes",),
-    "capture": ("token_budget", "num_buckets", "pad_multiple", "seed"),
-}
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -70,7 +64,11 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     files.layer_ids(run.target)
     files.mask_token_id(run.target)
     store_spec(run, files, kind, "not read")
-    check_generated(run, files)
+    wanted = {
+        "tokenizer_hash": files.tokenizer_hash(),
+        "template_args": template_arguments_text(run.target),
+    }
+    check_generated(run.data.files, wanted)
     if only_count:
         for line in count_lines(run, files, kind, place.threads):
             log.say(line)
@@ -135,7 +133,7 @@ def data_hash(run: Run) -> str:
             (name, sources.content_hash(file))
             for name, file in zip(sources.stems(run.data.files), run.data.files, strict=True)
         ],
-        "settings": {name: getattr(run.data, name) for name in _DATA_FIELDS},
+        "settings": {name: getattr(run.data, name) for name in DATA_FIELDS},
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -149,53 +147,10 @@ def check_same(store: Store, run: Run, files: TargetFiles, kind: str, hashed: st
         found.append(
             f"mask_token_id: {store.attributes.mask_token_id} and {files.mask_token_id(run.target)}"
         )
-    recorded_run, this_run = store.attributes.run, to_dict(run)
-    for section, names in _PLAN_FIELDS.items():
-        before = recorded_run.get(section)
-        for name in names:
-            value = before.get(name) if isinstance(before, dict) else None
-            is_told = name in ("max_len", "overlong")
-            if not is_told and value != this_run[section][name]:
-                found.append(f"{section}.{name}: {value!r} and {this_run[section][name]!r}")
-    found += _calibration_differences(store, run)
+    found += plan_differences(store.spec, store.attributes, run)
     if store.attributes.data_hash != hashed and not found:
         found.append("data: the files hold something else than when the store was planned")
-    if found:
-        raise UsageError(
-            f"{run.store.path} is the store of another run, the store and this command differ in "
-            f"{'; '.join(found)}: use another --store, or the settings of before"
-        )
-
-
-def _calibration_differences(store: Store, run: Run) -> list[str]:
-    """Once a store is calibrated its calibration counts, before that where it shall come from."""
-    path = run.capture.calibration_from
-    if not store.spec.is_calibrated:
-        before = store.attributes.run.get("capture")
-        planned = before.get("calibration_from") if isinstance(before, dict) else None
-        differs = planned is not None and planned != path
-        return [f"capture.calibration_from: {planned!r} and {path!r}"] if differs else []
-    if not path or not store.spec.is_quantised:
-        return []
-    return store.spec.differences(
-        replace(store.spec, calibration_hash=open_store(path).spec.calibration_hash)
-    )
-
-
-def check_generated(run: Run, files: TargetFiles) -> None:
-    """Raise UsageError when answers of `generate` are of another tokenizer or template."""
-    wanted = {
-        "tokenizer_hash": files.tokenizer_hash(),
-        "template_args": template_arguments_text(run.target),
-    }
-    for file in run.data.files:
-        found = recorded(settings_path(file))
-        for name, value in wanted.items():
-            if found is not None and found.get(name, value) != value:
-                raise UsageError(
-                    f"{file} was generated with {name} {found[name]!r}, this run has {value!r}: "
-                    "capture with the target and template arguments of generate"
-                )
+    refuse(run.store.path, found)
 
 
 def progress_text(store: Store) -> str:

@@ -1,14 +1,19 @@
-"""What a file of answers was generated with, kept beside it, so that two runs never mix in one."""
+"""What a file of answers was generated with, kept beside it, so that two runs never mix in one.
+
+Loads neither torch nor transformers: the command line asks before anything else does.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_pipeline.capture.arguments import template_arguments_text
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.schema import GenerateConfig, Run
 
 
 def settings_path(out: str) -> Path:
@@ -29,6 +34,34 @@ def recorded(path: Path) -> dict[str, Any] | None:
     return found
 
 
+def sampling(config: GenerateConfig) -> dict[str, object]:
+    """The settings that an answer depends on."""
+    names = ("temperature", "top_p", "top_k", "max_new_tokens", "seed")
+    return {name: getattr(config, name) for name in names}
+
+
+def told_settings(run: Run) -> dict[str, object]:
+    """What answers depend on besides prompts and target."""
+    return sampling(run.generate) | {
+        "samples": run.generate.samples,
+        "template_args": template_arguments_text(run.target),
+        "max_len": run.data.max_len,
+        "overlong": run.data.overlong,
+    }
+
+
+def check_generated(files: Sequence[str], wanted: Mapping[str, object]) -> None:
+    """Raise UsageError when data files hold answers of another tokenizer or template."""
+    for file in files:
+        found = recorded(settings_path(file))
+        for name, value in wanted.items():
+            if found is not None and found.get(name, value) != value:
+                raise UsageError(
+                    f"{file} was generated with {name} {found[name]!r}, this run has {value!r}: "
+                    "capture with the target and template arguments of generate"
+                )
+
+
 def claim(out: str, settings: Mapping[str, object]) -> None:
     """Write the settings of a new file of answers, or compare them with an old one's.
 
@@ -47,10 +80,23 @@ def claim(out: str, settings: Mapping[str, object]) -> None:
         written.write_text(json.dumps(dict(settings), indent=1, sort_keys=True) + "\n")
         written.replace(path)
         return
+    _check_same(out, found, settings, sorted(set(found) | set(settings)))
+
+
+def check_told(out: str, settings: Mapping[str, object]) -> None:
+    """Raise UsageError where answers that are there were made with others of these settings."""
+    found = recorded(settings_path(out))
+    if found is not None and Path(out).is_file() and Path(out).stat().st_size > 0:
+        _check_same(out, found, settings, sorted(settings))
+
+
+def _check_same(
+    out: str, found: Mapping[str, Any], settings: Mapping[str, object], names: Sequence[str]
+) -> None:
     wanted = json.loads(json.dumps(dict(settings)))
     different = [
         f"{name}: {found.get(name)!r}, now {wanted.get(name)!r}"
-        for name in sorted(set(found) | set(wanted))
+        for name in names
         if found.get(name) != wanted.get(name)
     ]
     if different:

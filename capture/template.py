@@ -9,18 +9,17 @@ token closes with the turn's own answer. What cannot be proven is refused.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
+from dflash_pipeline.capture.arguments import template_arguments
 from dflash_pipeline.configs.schema import TargetConfig
 
 Message = dict[str, str]
@@ -46,26 +45,6 @@ class _Scaffold:
     """Tokens that end an assistant turn -> their text."""
     last_end: int
     """The one that ends the conversation's last turn."""
-
-
-def template_arguments(config: TargetConfig) -> dict[str, Any]:
-    """Keyword arguments of the chat template; a value that is JSON is passed as such."""
-    arguments: dict[str, Any] = {}
-    for argument in config.template_args:
-        name, _, text = argument.partition("=")
-        try:
-            arguments[name] = json.loads(text)
-        except ValueError:
-            arguments[name] = text
-    if config.thinking != "default":
-        arguments["enable_thinking"] = config.thinking == "on"
-    return arguments
-
-
-def template_arguments_text(config: TargetConfig) -> str:
-    """Canonical JSON of all that is passed to the template: part of a store's identity."""
-    values = {"arguments": template_arguments(config), "system_prompt": config.system_prompt}
-    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def prompt_ids(

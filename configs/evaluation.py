@@ -6,7 +6,6 @@ Which one a line asks for, whether all that it names is there, and the stages th
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 
 from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.inputs import need
 from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.configs.stage import (
     ONE_CPU,
     logs_near,
@@ -87,15 +86,18 @@ def compare(run: Run, pair: tuple[str, str], gpus: str, share: bool) -> int:
 
 
 def check_path(run: Run, gpus: str, share: bool) -> int:
-    """`--check`: all stages on a few prompts, in a directory that is removed afterwards."""
+    """`--check`: all stages on a few prompts, in a directory that is removed afterwards.
+
+    Logs are not in it: those of a failure stay where its line says, until the next check.
+    """
     need(run.eval.drafter, "--drafter CHECKPOINT", "eval.drafter")
-    devices: Devices = one_device(gpus, share)
+    devices = one_device(gpus, share)
     inputs.check_target(need(run.target.id, "--target MODEL", "target.id"))
     need(run.eval.prompts, "--prompts FILE", "eval.prompts")
     inputs.check_data(run.eval.prompts)
     # here and not in the temporary directory: a store of hundreds of prompts is gigabytes
-    with tempfile.TemporaryDirectory(prefix="dflash-check-", dir=".") as folder:
-        logs, described = f"{folder}/logs", Path(folder) / "drafter.json"
+    with scratch_logs("check") as logs, scratch("trial", Path()) as path:
+        folder, described = str(path), path / "drafter.json"
         entry, told = "dflash_pipeline.train.trust:describe", {"out": str(described)}
         if code := run_stage(entry, run, ONE_CPU, "check", logs, told):
             return code

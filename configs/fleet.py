@@ -73,13 +73,10 @@ def train_variants(
 
     Returns the best one's folder, and a signal or 0.
 
-    UsageError under torchrun, and where one that is done is not what is asked for now. ValueError
-    names those that failed.
+    UsageError under torchrun, ValueError names those that failed.
     """
     if torchrun.is_rank():
         raise UsageError("--sweep under torchrun: run the line itself, it starts a process each")
-    if resume:
-        check_done(variants)
     Path(out).mkdir(parents=True, exist_ok=True)
     click.echo(f"train: {len(variants)} variants -> {out} on {devices}")
     entry = "dflash_pipeline.train.worker:main"

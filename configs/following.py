@@ -17,7 +17,6 @@ from dflash_pipeline.configs import recorded
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import SchemaOption, config_of, does_read, given, sets_of
-from dflash_pipeline.configs.schema import Run
 
 Following = str | Callable[[], str]
 
@@ -118,20 +117,3 @@ def training_on_rolling(store: str, usual: str, num_released: int, is_sealed: bo
         # a new run would be refused: it could not see all samples
         return f"dflash status {shlex.quote(str(root_of(store)))}"
     return usual if is_sealed else f"{usual} --epochs 1"
-
-
-def evaluating(
-    context: click.Context,
-    command: click.Command,
-    run: Run,
-    out: str,
-    store: str,
-) -> str:
-    """The line that measures what a training run into `out` has made."""
-    told: dict[str, object] = {"eval.drafter": out}
-    if not run.eval.prompts and run.train.drop_domains:
-        dropped = ", ".join(run.train.drop_domains)
-        click.echo(f"held-out samples that the next line replays include those of {dropped}")
-    if not run.eval.prompts and run.store.path != store:
-        told["store.path"] = store
-    return line(context, command, told)

@@ -79,7 +79,9 @@ def scratch_logs(stage: str) -> Iterator[str]:
 
 
 def _has_failed(logs: Path) -> bool:
-    return any(one.state == "failed" for one in status.find_statuses(logs))
+    # one that was killed has not said how it ended
+    ended = ("done", "stopped")
+    return any(one.state not in ended for one in status.find_statuses(logs))
 
 
 def logs_near(checkpoint: Path) -> contextlib.AbstractContextManager[str]:

@@ -8,15 +8,43 @@ from pathlib import Path
 
 import click
 
-from dflash_pipeline.configs import inputs, status
+from dflash_pipeline.configs import inputs, status, torchrun
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import RUN_FILE
+from dflash_pipeline.configs.mounts import root_of
+from dflash_pipeline.configs.options import give, resolve
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.shares import parse_stores
 
 # how long a trainer waits for a capture that was started at the same time to be seen at work
 APPEAR_S = 5.0
 
 
-def await_plan(store: Path, follow: bool) -> None:
+def prepared(context: click.Context, resume: bool) -> tuple[Run, list[str]]:
+    """The run of this line and the directories of its stores, once these are there.
+
+    UsageError without a store, and where the run directory must be named and is not.
+    """
+    run = resolve(context)
+    if run.train.drop_samples:
+        # the run's record names each of them, so that a run that goes on drops the same
+        give(context, "train.drop_samples", inputs.listed(run.train.drop_samples, "--drop-sample"))
+        run = resolve(context)
+    stores = run.train.stores or (run.store.path,)
+    inputs.need(stores[0], "--store DIR", "train.stores")
+    paths = [root_of(one.path) for one in parse_stores(stores)]
+    for path in paths:
+        _await_plan(path, run.train.follow)
+    if not run.train.out:
+        if resume or torchrun.is_rank():
+            why = "--resume" if resume else "under torchrun"
+            raise UsageError(f"{why}: name the run directory with --out DIR")
+        give(context, "train.out", f"runs/{paths[0].name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        run = resolve(context)
+    return run, list(map(str, paths))
+
+
+def _await_plan(store: Path, follow: bool) -> None:
     """A capture that was started a moment ago makes its store when it has read all the data.
 
     UsageError where no capture is at work, or without `follow`.

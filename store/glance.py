@@ -10,25 +10,43 @@ from pathlib import Path
 
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.store import paths
-from dflash_pipeline.store.metadata import read_root
+from dflash_pipeline.store.metadata import Root, read_root
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.rolling import consumer_lines, is_rolling
+from dflash_pipeline.store.spec import Attributes, Layout, StoreSpec
+from dflash_pipeline.store.table import HELD_OUT
+
+
+def root(store: str) -> tuple[Root, StoreSpec, Layout, Attributes] | None:
+    """What a store says of itself; None: it cannot be read."""
+    try:
+        return read_root(root_of(store))
+    except (OSError, ValueError):
+        return None
+
+
+def opened(store: str) -> Store | None:
+    """A store with its table of samples; None: it cannot be read."""
+    try:
+        return open_store(store)
+    except (OSError, ValueError):
+        return None
 
 
 def recorded_run(store: str) -> Mapping[str, object]:
     """The run that captured a store, or the first of those that were merged; empty: unknown."""
-    try:
-        found = read_root(root_of(store))[3].run
-    except (OSError, ValueError):
+    about = root(store)
+    if about is None:
         return {}
+    found = about[3].run
     merged = found.get("merged")
     return merged[0] if isinstance(merged, list) and merged else found
 
 
 def is_open(store: str) -> bool:
     """Whether there is a store whose shards are not all there: it is sealed once they are."""
-    root = root_of(store)
-    return (root / "zarr.json").is_file() and not (root / paths.SEALED_FILE).exists()
+    path = root_of(store)
+    return (path / "zarr.json").is_file() and not (path / paths.SEALED_FILE).exists()
 
 
 def lines_of_consumers(directory: str) -> list[str]:
@@ -39,3 +57,9 @@ def lines_of_consumers(directory: str) -> list[str]:
 def rolling(store: str) -> Store | None:
     """A store whose shards are released once they were used; None: any other."""
     return open_store(store) if is_rolling(root_of(store)) else None
+
+
+def may_be_replayed(store: str) -> bool:
+    """Whether a store holds a held-out sample, as far as it can be read."""
+    found = opened(store)
+    return found is None or bool(((found.table.split == HELD_OUT) & found.readable_N).any())

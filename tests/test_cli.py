@@ -31,6 +31,8 @@ from dflash_pipeline.store.metadata import read_root, root_document
 
 GOLDEN = Path(__file__).parent / "golden" / "help.txt"
 
+ROW = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+
 # child processes import this before anything else: each stage notes its call and does nothing
 STAND_INS = """
 import json, os, sys, types
@@ -113,7 +115,7 @@ def type_line(
     for name in ("hs", "x"):
         Path(name).mkdir()
     for name in ("a", "b", "c"):
-        Path(f"{name}.jsonl").touch()
+        Path(f"{name}.jsonl").write_text(ROW)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "DFLASH_GPUS_AS_CPU"):
         monkeypatch.delenv(name, raising=False)
     calls = tmp_path / "calls"
@@ -785,7 +787,7 @@ def test_the_line_that_is_to_come_next_can_be_typed_and_says_what_this_one_did(
     said = (ended.out + ended.err).strip().splitlines()[-1]
     assert said.startswith("next: dflash ")
     # what the real stage would have written
-    Path("b c.jsonl").touch()
+    Path("b c.jsonl").write_text(ROW)
     for made in ("new/store", "my run"):
         Path(made).mkdir(parents=True, exist_ok=True)
     (Path("new") / "zarr.json").touch()
@@ -823,6 +825,43 @@ def test_what_comes_after_a_store_takes_the_preset_that_it_was_captured_with(
     assert type_line(f"dflash verify --repair {recorded_store}").last_line == (
         f"next: dflash capture --data 'b c.jsonl' --store {recorded_store} --config toy"
     )
+
+
+def test_without_held_out_samples_nothing_is_proposed_to_be_replayed(
+    type_line: Callable[..., Ended], recorded_store: str
+) -> None:
+    shutil.copytree(recorded_store, "other", symlinks=True)
+    column = Path(recorded_store, "samples/split/c/0")
+    assert 1 in column.read_bytes()
+    line = f"dflash train --gpus cpu --store {recorded_store} --out"
+    assert type_line(f"{line} a").last_line == "next: dflash eval --drafter a --store made"
+    column.write_bytes(bytes(len(column.read_bytes())))
+    ended = type_line(f"{line} run")
+    assert ended.code == 0, ended.err
+    said, last = ended.out.splitlines()[-2:]
+    assert said == (
+        "no held-out sample in made to replay; with a FILE of prompts that were not trained on: "
+        "dflash eval --drafter run --target toy --prompts FILE"
+    )
+    assert last == "next: dflash export run --out drafter"
+    # what was said can be typed as well
+    decoding = said.partition("trained on: ")[2].replace("FILE", "a.jsonl")
+    assert type_line(decoding).code == 0
+    assert type_line(last.removeprefix("next: ")).code == 0
+    # another store of the run has some
+    typed = f"dflash train --gpus cpu --store {recorded_store} --store other:0.5 --out both"
+    assert type_line(typed).last_line == "next: dflash eval --drafter both --store other"
+
+
+def test_a_failed_check_of_the_whole_path_names_a_log_that_is_there(
+    type_line: Callable[..., Ended],
+) -> None:
+    ended = type_line("dflash eval --check --gpus cpu --drafter x --target toy --prompts a.jsonl")
+    assert ended.code == 1
+    found = re.search(r"^error: .* \(log: (\S+)\)$", ended.err, re.M)
+    assert found is not None, ended.err
+    assert "Traceback" in Path(found[1]).read_text()
+    assert sorted(os.listdir()) == ["a.jsonl", "b.jsonl", "c.jsonl", "hs", "x"]
 
 
 def test_a_name_that_is_taken_is_not_proposed(type_line: Callable[..., Ended]) -> None:

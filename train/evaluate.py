@@ -36,17 +36,17 @@ from dflash_pipeline.train.decode import (
 )
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.drafting import Drafting, LookupDrafting, ModelDrafting, as_stored
-from dflash_pipeline.train.export import Checkpoint, read_checkpoint, rendering
+from dflash_pipeline.train.export import Checkpoint, read_checkpoint
 from dflash_pipeline.train.fits import (
     bf16_bits,
     check_fits,
     check_layers,
-    check_rendering,
     say_if_foreign,
 )
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.plot import draw
 from dflash_pipeline.train.preflight import twin_shape
+from dflash_pipeline.train.remembered import check_rendering, rendering
 from dflash_pipeline.train.replay import held_out, replayed, replayed_lookup
 from dflash_pipeline.train.report import (
     Arm,
@@ -173,7 +173,7 @@ def by_decoding(
         opened.vocab_size,
         opened.reserved_ids,
     )
-    check_rendering(checkpoint, opened.rendering, "this command")
+    check_rendering(checkpoint.path, checkpoint.trained_on, opened.rendering, "this command")
     rounding = _rounding(run, shape) if run.eval.as_stored else None
     trained, untrained = drafters(checkpoint, run.eval.seed, opened.device, opened.dtype)
     rehearse(run, shape, opened, rounding, log)
@@ -277,7 +277,7 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
     check_fits(checkpoint, spec.num_target_layers, spec.hidden_size, spec.vocab_size, frozenset())
     check_layers(shape, store)
     say_if_foreign(checkpoint, store.embed(), f"store {store.path}", log)
-    check_rendering(checkpoint, rendering(spec), f"store {store.path}")
+    check_rendering(checkpoint.path, checkpoint.trained_on, rendering(spec), f"store {store.path}")
     samples: dict[str, list[int]] = {}
     for index in held_out(store):
         of_domain = samples.setdefault(names[int(store.table.domain[index])], [])

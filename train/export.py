@@ -27,12 +27,17 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import PACKAGED, Run
 from dflash_pipeline.store import Store, durable, open_store
 from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.store.spec import StoreSpec
 from dflash_pipeline.train import layout
+from dflash_pipeline.train.remembered import (
+    TRAINED_ON,
+    checkpoint_directory,
+    inside,
+    remembered,
+    rendering,
+)
 from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
 from dflash_pipeline.train.tensorfile import write_tensors
 
-_TRAINED_ON = "trained_on.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # the format's own limit; a longer header is a broken or hostile file
@@ -54,15 +59,6 @@ class Checkpoint:
     """Under `Drafter`'s names, in the dtype of the file (bf16 when written here)."""
     trained_on: Mapping[str, str]
     """`trained_on` of the store it was trained on; empty where nobody wrote it down."""
-
-
-def rendering(spec: StoreSpec) -> dict[str, str]:
-    """What of a store's identity says how its conversations became tokens."""
-    return {
-        "tokenizer_hash": spec.tokenizer_hash,
-        "template_hash": spec.template_hash,
-        "template_args": spec.template_args,
-    }
 
 
 def trained_on(store: Store) -> dict[str, str]:
@@ -122,7 +118,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
     ValueError, in one line with the path, for anything that is not exactly that.
     """
-    directory = _checkpoint_directory(Path(path))
+    directory = checkpoint_directory(Path(path))
     maps: dict[str, tuple[int, ...]] = {}
     try:
         config = _read_json(directory / "config.json")
@@ -140,8 +136,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
                 f"{layout.SPECULATORS_ARCHITECTURE}"
             )
         tensors = _read_tensors(directory, expected, maps)
-        is_told = (directory / _TRAINED_ON).is_file()
-        trained_on = _read_json(directory / _TRAINED_ON) if is_told else {}
+        trained_on = remembered(directory)
     except KeyError as error:
         raise ValueError(f"{directory}/config.json has no key {error}: not a DFlash drafter") from (
             error
@@ -258,7 +253,7 @@ def _write(
         write_tensors(aside / _WEIGHTS, tensors, {"format": "pt"})
         if trained_on:
             told = json.dumps(dict(trained_on), indent=2)
-            durable.write_durably(aside / _TRAINED_ON, told.encode())
+            durable.write_durably(aside / TRAINED_ON, told.encode())
         for file in (aside / "config.json", aside):
             durable.sync(file)
         if (again := read_checkpoint(aside).shape) != shape:
@@ -276,31 +271,6 @@ def _compare(directory: Path, written: Mapping[str, torch.Tensor]) -> None:
         one, other = tensor.contiguous().view(torch.uint8), written[name].view(torch.uint8)
         if tensor.dtype != written[name].dtype or not torch.equal(one, other):
             raise ValueError(f"{name} came back from the disk changed: is the disk sound?")
-
-
-def _checkpoint_directory(path: Path) -> Path:
-    """Follow a run directory to a step: `best`, else `last`, each a link or a file with a name."""
-    if not path.is_dir():
-        raise ValueError(
-            f"{path} is not a directory: name a run, one of its steps, or a checkpoint with "
-            "config.json and safetensors"
-        )
-    for name in ("best", "last"):
-        pointer = path / name
-        if pointer.is_dir():
-            return pointer
-        if pointer.is_file():
-            return _inside(path, pointer.read_text().strip())
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} holds no config.json, no best and no last step: not a drafter")
-    return path
-
-
-def _inside(directory: Path, name: str) -> Path:
-    """`name` within `directory`; a name that leads elsewhere is refused."""
-    if not name or Path(name).name != name or name in (".", ".."):
-        raise ValueError(f"{directory} names {name!r}, expected the plain name of a file in it")
-    return directory / name
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -322,7 +292,7 @@ def _read_tensors(
         names = sorted(set(_read_json(directory / _INDEX)["weight_map"].values()))
     else:
         names = [_WEIGHTS]
-    files = [_inside(directory, name) for name in names]
+    files = [inside(directory, name) for name in names]
     found: dict[str, tuple[int, ...]] = {}
     for file in files:
         for name, (dtype, size) in _header(file).items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 
 import numpy as np
 import numpy.typing as npt
@@ -50,26 +50,6 @@ def check_fits(
     if problems:
         listed = "; it has ".join(problems)
         raise UsageError(f"drafter {checkpoint.path} does not fit the target: it has {listed}")
-
-
-def check_rendering(checkpoint: Checkpoint, found: Mapping[str, str], whose: str) -> None:
-    """Raise UsageError if prompts are made in another way than the store that was trained on.
-
-    A drafter knows what its target says under one template and one set of arguments; under others
-    (thinking on instead of off) tau is that of another task. whose: what `found` is of.
-    """
-    trained_on = checkpoint.trained_on
-    differing = [
-        f"{name} {trained_on[name]!r}, {whose} has {value!r}"
-        for name, value in found.items()
-        if name in trained_on and trained_on[name] != value
-    ]
-    if differing:
-        raise UsageError(
-            f"drafter {checkpoint.path} was trained on a store of {'; '.join(differing)}: its tau "
-            "would be that of another task. Set --thinking, --template-arg and --system-prompt, or "
-            "the target, to those of the store"
-        )
 
 
 def say_if_foreign(

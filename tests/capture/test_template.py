@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from dflash_pipeline.capture.arguments import template_arguments_text
 from dflash_pipeline.capture.template import (
     RenderError,
     prompt_ids,
@@ -15,7 +16,6 @@ from dflash_pipeline.capture.template import (
     render_text,
     spans_of,
     stop_ids,
-    template_arguments_text,
 )
 from dflash_pipeline.configs.schema import TargetConfig
 

@@ -1,0 +1,190 @@
+"""What a line contradicts is told before anything heavy loads, and before a process is launched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dflash_pipeline.configs.load import load, to_dict
+from dflash_pipeline.store.documents import canonical
+from dflash_pipeline.store.metadata import read_root, root_document
+from dflash_pipeline.train import record
+
+STORE = Path(__file__).parent / "golden" / "store-v1-bf16"
+ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+# a process that is launched ends the line: nothing was told before
+TYPED = """
+import os, subprocess, sys
+
+def ended(how):
+    print("ended", how, "torch" in sys.modules or "transformers" in sys.modules, flush=True)
+    os._exit(0)
+
+def launched(*arguments, **keywords):
+    ended("by a launch")
+
+subprocess.Popen = launched
+sys.argv = ["dflash", *sys.argv[1:]]
+from dflash_pipeline.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    sys.stderr.flush()
+    ended(end.code)
+"""
+TARGET = "--target toy --gpus cpu"
+
+
+def _recorded(run_of: dict[str, object]) -> None:
+    """`made`: a store captured without a thinking mode, by a run of this record."""
+    shutil.copytree(STORE, "made", symlinks=True)
+    root, spec, _, attributes = read_root(Path("made"))
+    identity = replace(spec, template_args='{"arguments":{},"system_prompt":""}').to_dict()
+    again = replace(root, identity=identity, attributes=replace(attributes, run=run_of).to_dict())
+    Path("made/zarr.json").write_bytes(canonical(root_document(again)))
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores, answers, runs and drafters that lines may contradict."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DFLASH_CONFIG", raising=False)
+    Path("a.jsonl").write_text(json.dumps(ROW) + "\n")
+    Path("bad.jsonl").write_text("no json\n" + json.dumps(ROW) + "\n")
+    _recorded(dict(to_dict(load("", ["target.id=toy", "data.max_len=200"], {}))))
+    Path("answers.jsonl").write_text(json.dumps(ROW) + "\n")
+    Path("answers.jsonl.logs").mkdir()
+    settings = {"template_args": '{"arguments":{},"system_prompt":""}', "max_new_tokens": 1024}
+    Path("answers.jsonl.logs/settings.json").write_text(json.dumps(settings))
+    run = load("", ["train.stores=['made']"], {"train.out": "run"})
+    (root, *_) = read_root(Path("made"))
+    record.begin(Path("run"), run, [root], resume=False)
+    for name, changed in (("first", {}), ("second", {"drafter.num_layers": 3})):
+        one = load("", ["train.stores=['made']"], {"train.out": f"swept/{name}", **changed})
+        record.begin(Path("swept") / name, one, [root], resume=False)
+    Path("sweep.toml").write_text("[first]\n[second]\ndrafter.num_layers = 4\n")
+    Path("dropping.toml").write_text('[first]\ntrain.drop_domains = ["nowhere"]\n')
+    Path("drafter").mkdir()
+    Path("drafter/config.json").write_text("{}")
+    told = {"template_args": '{"arguments":{},"system_prompt":""}', "template_hash": "another"}
+    Path("drafter/trained_on.json").write_text(json.dumps(told))
+
+
+def _typed(line: str) -> tuple[str, str]:
+    """(exit code and whether a heavy module was loaded, what was said)."""
+    ended = subprocess.run(
+        [sys.executable, "-c", TYPED, *line.split()], capture_output=True, text=True, check=True
+    )
+    *said, last = ended.stdout.splitlines()
+    return last, "\n".join([*said, ended.stderr])
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        (
+            f"capture {TARGET} --data a.jsonl --store made --thinking on",
+            2,
+            'template_args: \'{"arguments":{},"system_prompt":""}\' and \'{"arguments":{"enabl',
+        ),
+        (
+            f"capture {TARGET} --data a.jsonl --store made --hidden-mode int8",
+            2,
+            "hidden_mode: 'bf16' and 'int8'",
+        ),
+        (
+            f"capture {TARGET} --data a.jsonl --store made --set data.heldout=0.5",
+            2,
+            "data.heldout: 0.02 and 0.5",
+        ),
+        (
+            f"capture {TARGET} --data answers.jsonl --store new --thinking on",
+            2,
+            "answers.jsonl was generated with template_args",
+        ),
+        (
+            f"generate {TARGET} --data a.jsonl --out answers.jsonl --thinking off",
+            2,
+            "answers.jsonl was generated with other settings: ",
+        ),
+        ("train --gpus cpu --store made --drop-domain cod", 2, "'cod'; did you mean 'code'?"),
+        ("train --gpus cpu --store made --drop-sample k9", 2, "no store has a sample 'k9'"),
+        (
+            "train --gpus cpu --store made --out new --sweep dropping.toml",
+            2,
+            "no store has a domain 'nowhere'",
+        ),
+        (
+            "train --gpus cpu --store made --out run --resume --set loss.gamma=4",
+            2,
+            "run was begun with other settings (loss.gamma: 7.0, now 4.0): set them back",
+        ),
+        (
+            "train --gpus cpu --store made:0.5 --out run --resume",
+            2,
+            "store 0 (made): another share at made:0.5",
+        ),
+        (
+            "train --gpus cpu --store made --out swept --resume --sweep sweep.toml",
+            2,
+            "swept/second was begun with other settings (drafter.num_layers: 3, now 4)",
+        ),
+        (
+            f"eval {TARGET} --drafter drafter --prompts a.jsonl --thinking on",
+            2,
+            "drafter drafter was trained on a store of template_args",
+        ),
+        (
+            f"eval {TARGET} --compare drafter drafter --prompts a.jsonl --thinking on",
+            2,
+            "drafter drafter was trained on a store of template_args",
+        ),
+        (
+            "eval --gpus cpu --drafter drafter --store made",
+            2,
+            "template_hash 'another', store made has 't1'",
+        ),
+        (f"capture {TARGET} --data bad.jsonl --store new --plan", 1, "1 of 2 rows are unusable"),
+        (f"capture {TARGET} --data bad.jsonl --store new", 1, "1 x not JSON (bad.jsonl:1)"),
+        (f"generate {TARGET} --data bad.jsonl --out o.jsonl", 1, "1 of 2 rows are unusable"),
+        (f"plan {TARGET} --data bad.jsonl --store new", 1, "1 of 2 rows are unusable"),
+        (f"eval {TARGET} --drafter drafter --prompts bad.jsonl", 1, "1 of 2 rows are unusable"),
+    ],
+)
+def test_what_a_line_contradicts_is_told_before_anything_heavy_loads(
+    line: str, code: int, message: str
+) -> None:
+    ended, said = _typed(line)
+    assert ended == f"ended {code} False", said
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"capture {TARGET} --data a.jsonl --store made --max-len 200",
+        f"capture {TARGET} --data answers.jsonl --store new",
+        "train --gpus cpu --store made --drop-domain code --out new",
+        "train --gpus cpu --store made --out run --resume --set train.log_every=3",
+        f"eval {TARGET} --drafter drafter --prompts a.jsonl",
+        f"capture {TARGET} --data bad.jsonl --store new --set data.max_bad_share=0.5",
+    ],
+)
+def test_what_contradicts_nothing_is_launched(line: str) -> None:
+    ended, said = _typed(line)
+    assert ended == "ended by a launch False", said
+
+
+def test_of_a_longer_file_it_is_said_what_its_first_rows_are() -> None:
+    text = json.dumps(ROW) + "\n"
+    Path("long.jsonl").write_text(100 * "no json\n" + 2000 * text)
+    ended, said = _typed(f"capture {TARGET} --data long.jsonl --store new")
+    assert ended == "ended by a launch False"
+    # the other 901 have no id: each is one of its own
+    assert "of the first 1000 rows 100 are unusable: 100 x not JSON (long.jsonl:1, " in said

@@ -1,0 +1,68 @@
+"""What the command line finds out about a training run or a drafter before it launches anything.
+
+Everything here is told again by the stage itself, with all it knows; this spares a person the wait
+for its imports. Where something cannot be read, that is the stage's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dflash_pipeline.configs.load import RUN_FILE
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.shares import parse_stores
+from dflash_pipeline.store import glance
+from dflash_pipeline.train.record import check_same
+from dflash_pipeline.train.remembered import (
+    check_rendering,
+    checkpoint_directory,
+    remembered,
+    rendering,
+)
+from dflash_pipeline.train.selection import kept_samples
+
+
+def check_runs(runs: Sequence[Run]) -> None:
+    """UsageError where a run drops a domain or a sample that none of its stores has, or where its
+    directory holds a run with other settings or of other stores."""
+    for run in runs:
+        if run.train.drop_domains or run.train.drop_samples:
+            _check_drops(run)
+        if (Path(run.train.out) / RUN_FILE).is_file():
+            _check_continued(run)
+
+
+def _check_drops(run: Run) -> None:
+    stores = [glance.opened(path) for path in _paths(run)]
+    tables = [store.table for store in stores if store is not None]
+    if len(tables) == len(stores):
+        kept_samples(tables, run.train)
+
+
+def _check_continued(run: Run) -> None:
+    found = [glance.root(path) for path in _paths(run)]
+    # a store that is not calibrated yet has no whole identity
+    roots = [one[0] for one in found if one is not None and one[1].is_calibrated]
+    check_same(Path(run.train.out), run, roots if len(roots) == len(found) else None)
+
+
+def check_drafter(run: Run, drafter: str, template_args: str) -> None:
+    """UsageError where a drafter was trained on conversations that were rendered otherwise.
+
+    template_args: what this line passes to the chat template.
+    """
+    try:
+        directory = checkpoint_directory(Path(drafter))
+        trained_on = remembered(directory)
+    except (OSError, ValueError):
+        return
+    if run.eval.prompts:
+        told = {"template_args": template_args}
+        check_rendering(directory, trained_on, told, "this command")
+    elif (found := glance.root(run.store.path)) is not None:
+        check_rendering(directory, trained_on, rendering(found[1]), f"store {run.store.path}")
+
+
+def _paths(run: Run) -> list[str]:
+    return [one.path for one in parse_stores(run.train.stores or (run.store.path,))]

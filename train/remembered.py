@@ -1,0 +1,84 @@
+"""What a drafter remembers of its store, beside its weights, and whether a line contradicts it.
+
+Loads no torch: the command line asks as well, before anything else does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.store.spec import StoreSpec
+
+TRAINED_ON = "trained_on.json"
+"""In a checkpoint's directory, where it was written here."""
+
+
+def rendering(spec: StoreSpec) -> dict[str, str]:
+    """What of a store's identity says how its conversations became tokens."""
+    return {
+        "tokenizer_hash": spec.tokenizer_hash,
+        "template_hash": spec.template_hash,
+        "template_args": spec.template_args,
+    }
+
+
+def remembered(directory: Path) -> Mapping[str, str]:
+    """What the drafter in a checkpoint's directory remembers; empty: nobody wrote it down.
+
+    ValueError where the file is damaged.
+    """
+    file = directory / TRAINED_ON
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} does not hold a JSON object")
+    return found
+
+
+def check_rendering(
+    path: Path, trained_on: Mapping[str, str], found: Mapping[str, str], whose: str
+) -> None:
+    """Raise UsageError if prompts are made in another way than the store that was trained on.
+
+    A drafter knows what its target says under one template and one set of arguments; under others
+    (thinking on instead of off) tau is that of another task. path, trained_on: of the drafter;
+    whose: what `found` is of.
+    """
+    differing = [
+        f"{name} {trained_on[name]!r}, {whose} has {value!r}"
+        for name, value in found.items()
+        if name in trained_on and trained_on[name] != value
+    ]
+    if differing:
+        raise UsageError(
+            f"drafter {path} was trained on a store of {'; '.join(differing)}: its tau would be "
+            "that of another task. Set --thinking, --template-arg and --system-prompt, or the "
+            "target, to those of the store"
+        )
+
+
+def checkpoint_directory(path: Path) -> Path:
+    """Follow a run directory to a step: `best`, else `last`, each a link or a file with a name."""
+    if not path.is_dir():
+        raise ValueError(
+            f"{path} is not a directory: name a run, one of its steps, or a checkpoint with "
+            "config.json and safetensors"
+        )
+    for name in ("best", "last"):
+        pointer = path / name
+        if pointer.is_dir():
+            return pointer
+        if pointer.is_file():
+            return inside(path, pointer.read_text().strip())
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} holds no config.json, no best and no last step: not a drafter")
+    return path
+
+
+def inside(directory: Path, name: str) -> Path:
+    """`name` within `directory`; a name that leads elsewhere is refused."""
+    if not name or Path(name).name != name or name in (".", ".."):
+        raise ValueError(f"{directory} names {name!r}, expected the plain name of a file in it")
+    return directory / name
