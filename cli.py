@@ -22,10 +22,10 @@ from dflash_pipeline.configs import (
     evaluation,
     fleet,
     following,
+    foretold,
     inputs,
     measuring,
     overview,
-    prediction,
     torchrun,
     training,
 )
@@ -55,6 +55,7 @@ from dflash_pipeline.configs.options import (
 )
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.sizes import parse_size
 from dflash_pipeline.configs.stage import (
     ONE_CPU,
     devices_of,
@@ -220,7 +221,7 @@ def plan(
     if as_json:
         click.echo(json.dumps({**asdict(told), "commands": lines}, indent=1))
         return 0
-    for text in prediction.lines(told, run.train.epochs, price):
+    for text in foretold.lines(told, run.train.epochs, price, parse_size(run.capture.quota)):
         click.echo(text)
     how = "in two terminals" if best.name == "side by side" else "the second after the first"
     click.echo(f"the better way is {best.name}; its commands, {how}:")

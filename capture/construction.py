@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,16 @@ class Arranged:
     plan: Plan
     layout: Layout
     table: SampleTable
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of building a store that grow with the data."""
+
+    render_s: float = 0.0
+    """Of reading and rendering the conversations."""
+    tokens_s: float = 0.0
+    """Of keeping their tokens in the store."""
 
 
 def store_spec(run: Run, files: TargetFiles, kind: str, weight_hash: str) -> StoreSpec:
@@ -106,18 +117,23 @@ def build_store(
     data_hash: str,
     num_processes: int,
     say: Callable[[str], None],
+    spent: Spent | None = None,
 ) -> Store:
     """Plan all conversations and publish the store at `run.store.path`, its shards still missing.
 
-    `data_hash` is kept with the store, `num_processes` may render at the same time. Raises
-    ValueError when too many rows are unusable, none is left, or the disk has no room.
+    `data_hash` is kept with the store, `num_processes` may render at the same time, `spent` is
+    filled in. Raises ValueError when too many rows are unusable, none is left, or the disk has no
+    room.
     """
+    spent = spent or Spent()
     path, *mounts = map(Path, split(run.store.path))
     stripes.check_free(mounts)
     path.parent.mkdir(parents=True, exist_ok=True)
     # beside the store: room for all tokens is where the store will be
     with Spool(path.parent, run.store.last_rows) as spool:
+        begin = time.perf_counter()
         fill_checked(spool, run, files, conversations, dropped, num_processes)
+        spent.render_s = time.perf_counter() - begin
         for line in dropped.lines():
             say(f"dropped {line}")
         spec = store_spec(run, files, kind, files.weight_hash())
@@ -147,11 +163,13 @@ def build_store(
         ) as builder:
             embed_VH, head_VH = embedding_and_head(files)
             builder.write_target(embed_VH, head_VH, files.files_for_store())
+            begin = time.perf_counter()
             for shard_id in made.layout.shard_ids():
                 samples = made.table.of_shard(shard_id)
                 parts = [spool.tokens(int(i)) for i in made.plan.order_M[samples]]
                 ids_N, mask_N = (np.concatenate(part) for part in zip(*parts, strict=True))
                 builder.write_tokens(shard_id, ids_N, mask_N)
+            spent.tokens_s = time.perf_counter() - begin
             return builder.publish(
                 lambda directory: stripes.lay(directory, mounts, spec, made.layout)
             )

@@ -21,7 +21,7 @@ _PLAN_FIELDS = {
     # max_len and overlong are part of the identity
     "data": ("limit", "heldout"),
     "store": ("shard_bytes",),
-    "capture": ("token_budget", "num_buckets", "pad_multiple", "seed"),
+    "capture": ("token_budget", "num_buckets", "pad_multiple", "seed", "compile"),
 }
 
 

@@ -12,8 +12,8 @@ import torch
 
 from dflash_pipeline.capture.offload import Slot
 from dflash_pipeline.capture.pack import Packer, index_batch
+from dflash_pipeline.capture.shapes import Shape, shape_of
 from dflash_pipeline.capture.target import Target
-from dflash_pipeline.capture.warmup import num_positions
 from dflash_pipeline.configs.memory import report, usage
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.table import teacher_positions
@@ -39,10 +39,9 @@ class Forward:
         if target.device.type == "cuda":
             self._packer.warm_up(target.dtype, target.device)
 
-    def shape(self, batch: slice) -> tuple[int, int]:
-        """Sequences B and padded length T of a batch."""
-        longest = int(self._store.table.num_tokens[batch].max())
-        return batch.stop - batch.start, num_positions(longest, self._store.layout)
+    def shape(self, batch: slice) -> Shape:
+        """Of a batch of samples."""
+        return shape_of(batch, self._store.table, self._store.layout)
 
     def compute(self, batch: slice, slot: Slot) -> bool:
         """Fill the slot with the rows of the samples `batch`; True if it had to be halved.

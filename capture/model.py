@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dflash_pipeline.capture import gguf, weights
-from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.errors import UsageError, first_line
 from dflash_pipeline.configs.layers import check_layer_ids, layer_ids
 from dflash_pipeline.configs.schema import TargetConfig
 
@@ -110,7 +110,7 @@ class TargetFiles:
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UsageError(
-                f"target {self.name}: no usable tokenizer in {self.directory}: {_line(error)}"
+                f"target {self.name}: no usable tokenizer in {self.directory}: {first_line(error)}"
             ) from error
         return tokenizer
 
@@ -288,7 +288,7 @@ def _config(directory: Path, name: str, trust_remote_code: bool) -> PretrainedCo
         model_type = _json(directory / "config.json").get("model_type", "")
         raise UsageError(
             f"target {name}: this transformers cannot read config.json of a model of type "
-            f"{model_type!r}: {_line(error)}"
+            f"{model_type!r}: {first_line(error)}"
         ) from error
     is_remote = trust_remote_code and hasattr(config, "auto_map")
     if not is_remote and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -310,7 +310,7 @@ def _snapshot(name: str, revision: str | None, *, with_weights: bool) -> Path:
     except (OSError, ValueError) as error:
         # hub errors are OSErrors (HTTP, offline, nothing in the cache) or ValueErrors (bad name)
         raise UsageError(
-            f"target {name}: no such directory, and the hub does not give it: {_line(error)}"
+            f"target {name}: no such directory, and the hub does not give it: {first_line(error)}"
         ) from error
 
 
@@ -343,12 +343,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"{path} holds no JSON object")
     return values
-
-
-def _line(error: BaseException) -> str:
-    """The first line of a library's message, the next too where it only announces that one: the
-    rest is advice for its own users."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

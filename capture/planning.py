@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
-from pathlib import Path
 
 from dflash_pipeline.capture import preflight, sources, worker
 from dflash_pipeline.capture.arguments import template_arguments_text
+from dflash_pipeline.capture.compiled import SPREAD
 from dflash_pipeline.capture.construction import (
     arranged,
     build_store,
@@ -23,6 +22,7 @@ from dflash_pipeline.capture.construction import (
     store_spec,
 )
 from dflash_pipeline.capture.continuing import DATA_FIELDS, plan_differences, refuse
+from dflash_pipeline.capture.counting import mounts_of
 from dflash_pipeline.capture.donor import donor
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped, read
@@ -30,6 +30,7 @@ from dflash_pipeline.capture.settings import check_generated
 from dflash_pipeline.capture.spool import Spool
 from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.foretold import room_lines
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import CaptureConfig, Run
@@ -55,11 +56,14 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     extra: `kind` (cuda or cpu: where the target will run), `num_workers` (processes that will
     capture), `only_count` (say what it would be and write nothing).
     """
+    _plan(run, place, extra, resolve(run.target))
+
+
+def _plan(run: Run, place: Place, extra: dict[str, object], files: TargetFiles) -> None:
     log = RunLog(place)
     kind, only_count = str(extra["kind"]), bool(extra["only_count"])
     num_workers = int(str(extra["num_workers"]))
     inputs.check_data(run.data.files)
-    files = resolve(run.target)
     # refused here, before anything is read
     files.layer_ids(run.target)
     files.mask_token_id(run.target)
@@ -69,6 +73,8 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         "template_args": template_arguments_text(run.target),
     }
     check_generated(run.data.files, wanted)
+    if run.capture.compile and run.target.num_gpus > 1:
+        raise UsageError(SPREAD)
     if only_count:
         for line in count_lines(run, files, kind, place.threads):
             log.say(line)
@@ -119,11 +125,13 @@ def apply_quota(store: Store, config: CaptureConfig, num_workers: int) -> None:
 
 
 def plan_and_capture(run: Run, place: Place, extra: dict[str, object]) -> None:
-    """Both in the one process of a capture on one device: it starts once, not twice."""
+    """Both in the one process of a capture on one device: it starts, and reads all weights for
+    their hash, once."""
     # before the trial capture of the plan, which uses torch already
     worker.prepare_torch(place)
-    main(run, place, extra)
-    worker.main(run, place, {})
+    files = resolve(run.target)
+    _plan(run, place, extra, files)
+    worker.work(run, place, files)
 
 
 def data_hash(run: Run) -> str:
@@ -175,7 +183,7 @@ def count_lines(run: Run, files: TargetFiles, kind: str, num_processes: int) -> 
     per_token = spec.num_layers * row_bytes(spec.hidden_mode, spec.hidden_size)
     per_last = row_bytes(spec.last_mode, spec.hidden_size) if spec.has_last else 0
     total_bytes = estimate_bytes(spec, layout, table)
-    free_bytes = shutil.disk_usage(_nearest(root_of(run.store.path or "."))).free
+    mounts = mounts_of(run.store.path or ".", spec, made)
     lines = [f"dropped {line}" for line in dropped.lines()]
     lines.append(
         f"{len(table):,} samples ({num_heldout:,} held out), {num_tokens:,} tokens, "
@@ -194,8 +202,9 @@ def count_lines(run: Run, files: TargetFiles, kind: str, num_processes: int) -> 
     )
     lines.append(
         f"{per_token:,} bytes a token and {per_last:,} a row of last: {_size(total_bytes)} in all, "
-        f"{_size(free_bytes)} free"
+        f"{' + '.join(_size(mount.free_bytes) for mount in mounts)} free"
     )
+    lines += room_lines(mounts, parse_size(run.capture.quota))
     if quota_bytes := parse_size(run.capture.quota):
         shard_ids = layout.shard_ids()
         all_shards = sum(shard_bytes(spec, layout, table, shard_id) for shard_id in shard_ids)
@@ -214,13 +223,6 @@ def _counted(
         log.progress(dropped.num_rows, 0, "rows")
         yield conversation
     log.progress(dropped.num_rows, dropped.num_rows, "rows")
-
-
-def _nearest(path: Path) -> Path:
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def _size(num_bytes: int) -> str:

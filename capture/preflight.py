@@ -12,13 +12,15 @@ from dataclasses import replace
 import torch
 
 from dflash_pipeline.capture import twin
+from dflash_pipeline.capture.compiled import compile_layers
 from dflash_pipeline.capture.construction import NothingLeftError, build_store
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.samples import Conversation, Dropped
+from dflash_pipeline.capture.shapes import planned_shapes
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.voice import Silence
 from dflash_pipeline.capture.worker import capture, seal
-from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.check import verify
 
@@ -92,34 +94,16 @@ def _conversation() -> Conversation:
 def _capture(
     run: Run, files: TargetFiles, conversations: Sequence[Conversation], dropped: Dropped
 ) -> None:
-    store = build_store(run, files, "cpu", conversations, dropped, "", 1, _say_nothing)
+    store = build_store(run, files, "cpu", conversations, dropped, "", 1, Silence().say)
     target = Target.load(files, store.spec.layer_ids, "cpu", torch.float32)
+    if run.capture.compile:
+        # the tracer alone: whether this family's layers can be compiled whole
+        planned = planned_shapes(store.table, store.layout)
+        shapes = [shape for found in planned for shape in found]
+        compile_layers(target, shapes, backend="eager")
     with Stop() as stop:
-        store = capture(store, target, run.capture, _Silence(), stop)
+        store = capture(store, target, run.capture, Silence(), stop)
     seal(store, run.capture)
     problems = verify(store.path, deep=True).problems
     if problems:
         raise ValueError(f"preflight: the trial store is damaged: {'; '.join(problems)}")
-
-
-def _say_nothing(_text: str) -> None:
-    """Nobody wants to read about the twin."""
-
-
-class _Silence:
-    """A run log without a reader."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def state(self, state: str) -> None:
-        """Nothing."""
-
-    def waiting(self, text: str) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def counted(self, done: float, total: float, unit: str, counts: Counts) -> None:
-        """Nothing."""

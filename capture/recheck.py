@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dflash_pipeline.capture.gate import Gate
+from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.capture.worker import load_target, prepare_torch
 from dflash_pipeline.configs.errors import UsageError
@@ -107,7 +108,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         run = replace(run, target=replace(run.target, id=_captured_target(store)))
     # on the one device of this command
     run = replace(run, target=replace(run.target, num_gpus=1))
-    target = load_target(run, place, store)
+    target = load_target(run, place, store, resolve(run.target))
     found = recheck(store, target, int(str(extra["sample"])))
     if extra["json"]:
         print(json.dumps(asdict(found), indent=1))

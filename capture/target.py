@@ -158,6 +158,11 @@ class Target:
         parameters = self.model.parameters()
         return sum(p.numel() * p.element_size() for p in parameters if p.device == self.device)
 
+    @property
+    def is_running(self) -> bool:
+        """`run` is at work, as for every batch of a capture."""
+        return self._take is not None
+
     @torch.inference_mode()
     def forward(self, ids_BT: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """hidden_KBTH (a list over K of [B, T, H]) and the post-norm last_BTH.

@@ -7,22 +7,25 @@ training's trains on it; each leaves what it counted and measured as JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dflash_pipeline.configs import gpus
+from dflash_pipeline.configs.costs import (
+    CaptureCosts,
+    CaptureWork,
+    Mount,
+    TrainCosts,
+    TrainWork,
+)
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import differences, from_dict, to_dict
-from dflash_pipeline.configs.prediction import (
-    CaptureCosts,
-    CaptureWork,
-    Predictor,
-    TrainCosts,
-    TrainWork,
-)
+from dflash_pipeline.configs.mounts import split
+from dflash_pipeline.configs.prediction import Predictor
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.configs.screen import Lines
@@ -32,8 +35,16 @@ from dflash_pipeline.configs.stage import scratch_logs
 _SECTIONS = ("target", "drafter", "loss", "optim", "feed")
 _FIELDS = {
     "store": ("hidden_mode", "last_mode", "last_rows"),
-    "capture": ("token_budget", "pad_multiple", "num_buckets"),
-    "train": ("anchors_per_sample", "batch_anchors", "batch_tokens", "dtype", "compile"),
+    "capture": ("token_budget", "pad_multiple", "num_buckets", "compile"),
+    "train": (
+        "anchors_per_sample",
+        "batch_anchors",
+        "batch_tokens",
+        "accumulate",
+        "log_every",
+        "dtype",
+        "compile",
+    ),
     "generate": ("batch_size", "endpoints"),
 }
 
@@ -110,11 +121,16 @@ def predictor(
             Path(measurement).write_text(json.dumps(known, indent=1) + "\n")
     return Predictor(
         run,
-        CaptureWork(**_json(folder / "work.json")),
+        work_of(_json(folder / "work.json")),
         CaptureCosts(**known["capture"]),
         TrainWork(**_json(folder / "train_work.json")),
         TrainCosts(**known["train"]),
     )
+
+
+def work_of(values: Mapping[str, Any]) -> CaptureWork:
+    """Counted work out of its JSON."""
+    return CaptureWork(**{**values, "mounts": [Mount(**one) for one in values["mounts"]]})
 
 
 def _read_measurement(path: str, run: Run) -> dict[str, Any] | None:
@@ -137,6 +153,9 @@ def _read_measurement(path: str, run: Run) -> dict[str, Any] | None:
         for name in names
         if asdict(before)[section][name] != asdict(run)[section][name]
     ]
+    num_before, num_now = len(split(before.store.path)), len(split(run.store.path))
+    if num_before != num_now:
+        different.append(f"a store over {num_before} and {num_now} mounts")
     if different:
         raise UsageError(
             f"--measurement {path} was made with other settings: {'; '.join(different)}. Name a "

@@ -9,81 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_pipeline.configs.costs import CaptureCosts, CaptureWork, TrainCosts, TrainWork
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.fit import dot
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.configs.sizes import size_text
 
 HOUR_S = 3600.0
 # of two ways that take about as long the plainer one is better
 _SAME = 1.02
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureWork:
-    """What the data are to a capture."""
-
-    num_samples: int
-    num_heldout: int
-    num_tokens: int
-    num_supervised: int
-    num_padded: int
-    """Tokens with the padding of all batches."""
-    store_bytes: int
-    rows_bytes: int
-    """Of these, rows: what is written batch by batch and read by each epoch."""
-    read_s: float
-    """Seconds of reading and rendering the data."""
-    batches: Sequence[float]
-    """Number of batches, their places, and the places each times its padded length; sums."""
-    answer_steps: float
-    """Steps of generating the answers anew, in batches of generate.batch_size."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptureCosts:
-    """What that costs one device."""
-
-    device: str
-    start_s: float
-    """Until the target is ready, without reading the data."""
-    fixed_s: float
-    """What a worker does once: calibration, the gate."""
-    busy: float
-    """Share of the time in which the device has a batch, from then on."""
-    batch_s: Sequence[float]
-    """Seconds for each of `CaptureWork.batches`."""
-    tokens_per_s: float
-    """Of the sample; for the reader, nothing follows from it."""
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    answer_step_s: float
-    """0: not measured."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainWork:
-    """What the data are to an epoch of training."""
-
-    batches: Sequence[float]
-    """Number of batches, their tokens, their blocks, and pairs of a block and its context; sums."""
-    num_validated: int
-    """Held-out samples replayed at a validation."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainCosts:
-    """What that costs one device."""
-
-    start_s: float
-    batch_s: Sequence[float]
-    """Seconds for each of `TrainWork.batches`."""
-    optimizer_s: float
-    """Of one step."""
-    validated_s: float
-    """Of one held-out sample."""
-    steps_per_s: float
-    """Of the sample; for the reader."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +27,8 @@ class Stage:
     num_devices: int
     hours: float
     device_hours: float
+    rate: float
+    """Tokens (capture) or steps (train) a second of all devices, once it runs; 0: not told."""
     bound: str
     """What it waits for: the device or the disk."""
 
@@ -143,27 +78,52 @@ class Predictor:
 
     def generate(self, num_devices: int) -> Stage | None:
         """The answers of the data, generated anew by the target itself."""
-        if not self.capture_costs.answer_step_s:
+        costs = self.capture_costs
+        if not costs.answer_step_s:
             return None
-        work_s = self.work.answer_steps * self.capture_costs.answer_step_s
-        work_s *= self._run.target.num_gpus
-        return _stage("generate", num_devices, self.capture_costs.start_s + work_s / num_devices)
+        work_s = self.work.answer_steps * costs.answer_step_s
+        work_s *= self._run.target.num_gpus / num_devices
+        return _stage("generate", num_devices, costs.import_s + costs.load_s + work_s, 0.0)
 
     def capture(self, num_devices: int) -> Stage:
         """One pass of the target over the data.
 
         UsageError unless each target gets its GPUs.
         """
-        costs, work, per_target = self.capture_costs, self.work, self._run.target.num_gpus
+        per_target = self._run.target.num_gpus
         if num_devices % per_target:
             raise UsageError(
                 f"--gpus-per-target {per_target}: {num_devices} GPUs that capture are no multiple "
                 "of it"
             )
-        device_s = dot(work.batches, costs.batch_s) / costs.busy * per_target / num_devices
-        disk_s = work.rows_bytes / costs.write_bytes_per_s
-        once_s = work.read_s + costs.start_s + costs.fixed_s
-        return _stage("capture", num_devices, once_s + max(device_s, disk_s), disk_s > device_s)
+        num_workers = num_devices // per_target
+        device_s, disk_s = self._captured_s(num_workers)
+        work_s = max(device_s, disk_s)
+        seconds = self._capture_start_s(num_workers) + work_s
+        rate = self.work.num_tokens / work_s
+        return _stage("capture", num_devices, seconds, rate, disk_s > device_s)
+
+    def _captured_s(self, num_workers: int) -> tuple[float, float]:
+        """Seconds that the batches need of the devices, and their rows of the disks."""
+        costs, work = self.capture_costs, self.work
+        device_s = dot(work.batches, costs.batch_s) / costs.busy / num_workers
+        worker_s = work.rows_bytes / costs.worker_bytes_per_s / num_workers
+        return device_s, max(worker_s, self._disks_s(costs.write_bytes_per_s))
+
+    def _capture_start_s(self, num_workers: int) -> float:
+        """What is done once, by the one process that plans and by each worker."""
+        costs, work = self.capture_costs, self.work
+        plan_s = work.read_s + costs.plan_s + costs.token_s * work.num_tokens
+        # one worker plans as well, in the same process
+        num_processes = 1 if num_workers == 1 else 2
+        worker_s = costs.load_s + dot(work.warm_batches, costs.batch_s) + costs.fixed_s
+        return num_processes * costs.import_s + plan_s + worker_s
+
+    def _disks_s(self, bytes_per_s: Sequence[float]) -> float:
+        """Seconds that all rows need at these speeds of the mounts: the slowest one's."""
+        rows_share = self.work.rows_bytes / self.work.store_bytes
+        mounts = zip(self.work.mounts, bytes_per_s, strict=True)
+        return max(rows_share * mount.needed_bytes / speed for mount, speed in mounts)
 
     def num_steps(self, num_devices: int) -> int:
         """Optimizer steps of the whole training."""
@@ -181,27 +141,42 @@ class Predictor:
         rounds = self._epoch_steps(num_devices) * self._run.train.accumulate
         share = max(rounds / batches[0], 1 / num_devices) if num_devices > 1 else 1.0
         device_s = dot(batches, self._train.batch_s) * share
-        device_s += self._train.optimizer_s * self._epoch_steps(num_devices)
-        disk_s = self.work.rows_bytes / self.capture_costs.read_bytes_per_s
+        disk_s = 0.0
+        if self.work.rows_bytes > self.capture_costs.cached_bytes:
+            disk_s = self._disks_s(self.capture_costs.read_bytes_per_s)
         return max(device_s, disk_s), disk_s > device_s
 
-    def _validations_s(self, num_devices: int) -> float:
+    def _validations(self, num_devices: int) -> int:
         every, steps = self._run.train.validate_every, self.num_steps(num_devices)
-        count = math.ceil(steps / every) if every else 1
-        return count * self._train_work.num_validated * self._train.validated_s / num_devices
+        return (math.ceil(steps / every) if every else 1) if self._train_work.validated[0] else 0
+
+    def _pauses_s(self, num_devices: int) -> float:
+        """Validations and checkpoints of the whole training."""
+        steps, save_every = self.num_steps(num_devices), self._run.train.save_every
+        count = self._validations(num_devices)
+        validated_s = dot(self._train_work.validated, self._train.validated_s) / num_devices
+        write_s = self._train.checkpoint_bytes / self.capture_costs.worker_bytes_per_s
+        # each validation may find the best step so far, and the last step is kept in any case
+        num_saved = max(math.ceil(steps / save_every), count)
+        apart_s = self.epoch_s(num_devices)[0] / self._epoch_steps(num_devices)
+        apart_s *= steps / num_saved
+        waited_s = (num_saved - 1) * max(0.0, write_s - apart_s)
+        return count * validated_s + num_saved * self._train.checkpoint_s + waited_s + write_s
 
     def train(self, num_devices: int) -> Stage:
         """All epochs, over a store that is whole."""
         epoch_s, is_disk = self.epoch_s(num_devices)
-        return _stage("train", num_devices, self._train_s(num_devices, epoch_s), is_disk)
+        return self._trained(num_devices, epoch_s, is_disk)
 
-    def _train_s(self, num_devices: int, first_epoch_s: float) -> float:
+    def _trained(self, num_devices: int, first_epoch_s: float, is_disk: bool) -> Stage:
         epoch_s, _ = self.epoch_s(num_devices)
         # max_steps may end it within an epoch
         epochs = self.num_steps(num_devices) / self._epoch_steps(num_devices)
         rest_s = epoch_s * max(0.0, epochs - 1)
-        once_s = self._train.start_s + self._validations_s(num_devices)
-        return once_s + first_epoch_s * min(1.0, epochs) + rest_s
+        once_s = self._train.start_s + self._pauses_s(num_devices)
+        seconds = once_s + first_epoch_s * min(1.0, epochs) + rest_s
+        rate = self._epoch_steps(num_devices) / epoch_s
+        return _stage("train", num_devices, seconds, rate, is_disk)
 
     def one_after_the_other(self, ids: Sequence[int], price: float) -> Way:
         """All devices capture, then all of them train."""
@@ -215,7 +190,7 @@ class Predictor:
         capture = self.capture(len(capture_ids))
         epoch_s, is_disk = self.epoch_s(len(train_ids))
         first_s = max(epoch_s, capture.hours * HOUR_S - self._train.start_s)
-        train = _stage("train", len(train_ids), self._train_s(len(train_ids), first_s), is_disk)
+        train = self._trained(len(train_ids), first_s, is_disk)
         hours = max(capture.hours, train.hours)
         return _way("side by side", capture_ids, train_ids, (capture, train), hours, price)
 
@@ -241,12 +216,11 @@ class Predictor:
         best = min(way.hours for way in ways)
         ordered = sorted(ways, key=lambda way: (way.hours > _SAME * best, way.device_hours))
         num_trained, most = len(ordered[0].train_ids), len({*ways[0].capture_ids})
-        missing = [
-            "checkpoints",
-            "captured rows read from a disk that is written at the same time",
-        ]
+        missing = ["captured rows read from a disk that is written at the same time"]
         if num_trained > 1:
             missing.append("gradients between training devices")
+        if self._run.capture.quota:
+            missing.append("what capture and training wait for each other under --quota")
         if not self.capture_costs.answer_step_s:
             missing.append("generate (its servers' speed is theirs)")
         return Prediction(
@@ -260,7 +234,9 @@ class Predictor:
         )
 
 
-def _stage(name: str, num_devices: int, seconds: float, is_disk: bool = False) -> Stage:
+def _stage(
+    name: str, num_devices: int, seconds: float, rate: float, is_disk: bool = False
+) -> Stage:
     hours = seconds / HOUR_S
     bound = "disk" if is_disk else "device"
     return Stage(
@@ -268,6 +244,7 @@ def _stage(name: str, num_devices: int, seconds: float, is_disk: bool = False) -
         num_devices=num_devices,
         hours=hours,
         device_hours=hours * num_devices,
+        rate=rate,
         bound=bound,
     )
 
@@ -291,40 +268,3 @@ def _way(
         device_hours=device_hours,
         cost=price * device_hours,
     )
-
-
-def lines(found: Prediction, epochs: int, price: float) -> list[str]:
-    """The prediction for people."""
-    work, capture, train = found.work, found.capture, found.train
-    told = [
-        f"{work.num_samples:,} samples ({work.num_heldout:,} held out), {work.num_tokens:,} "
-        f"tokens, {work.num_supervised:,} supervised, "
-        f"{100 * (1 - work.num_tokens / work.num_padded):.1f} % padding, a store of "
-        f"{size_text(work.store_bytes)}",
-        f"measured on {capture.device}: capture {capture.tokens_per_s:,.0f} tok/s, training "
-        f"{train.steps_per_s:.3g} steps/s, disk {size_text(capture.write_bytes_per_s)}/s written, "
-        f"{size_text(capture.read_bytes_per_s)}/s read",
-    ]
-    if found.generate is not None:
-        told.append(f"{_stage_text(found.generate)}; not counted below: the answers are there")
-    for way in found.ways:
-        cost = f", cost {way.cost:,.2f}" if price else ""
-        told.append(f"{way.name}: {_hours(way.hours)}, {_hours(way.device_hours)} of GPUs{cost}")
-        told += [f"  {_stage_text(stage)}" for stage in way.stages]
-    told.append(f"{epochs} epochs are {found.num_steps:,} steps at most")
-    told.append(f"not measured: {'; '.join(found.not_measured)}")
-    return told
-
-
-def _stage_text(stage: Stage) -> str:
-    disk = ", the disk binds" if stage.bound == "disk" else ""
-    return (
-        f"{stage.name:9}{stage.num_devices} x {_hours(stage.hours)} = "
-        f"{_hours(stage.device_hours)} of GPUs{disk}"
-    )
-
-
-def _hours(hours: float) -> str:
-    if hours < 1:
-        return f"{60 * hours:.3g} min"
-    return f"{hours:,.1f} h" if hours >= 10 else f"{hours:.3g} h"

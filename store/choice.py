@@ -44,6 +44,11 @@ def memory_bytes() -> int:
     return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
+def cached_bytes() -> int:
+    """Rows up to this many bytes in all stay in the page cache once they were there."""
+    return int(_CACHED_SHARE * memory_bytes())
+
+
 def open_access(
     io: str, num_threads: int, places: Sequence[Range], total_bytes: int, say: Say
 ) -> Access:
@@ -54,7 +59,7 @@ def open_access(
     page cache and not be there when their turn comes again: then nothing read is kept in it.
     """
     memory = memory_bytes()
-    drops_cache = total_bytes > _CACHED_SHARE * memory
+    drops_cache = total_bytes > cached_bytes()
     sizes = f"{total_bytes / 1e9:.1f} GB of rows, {memory / 1e9:.1f} GB of memory"
     kept = f"page cache {'dropped after reading' if drops_cache else 'kept'} ({sizes})"
     ways: dict[str, Access] = {

@@ -1,46 +1,50 @@
-"""`dflash plan`: what it counts is exact, and what it measured on some data holds for others."""
+"""`dflash plan`: what it counts is exact, and what it measured on some data holds for others.
+
+Times are those of this process's own processor seconds, so that others who use the machine's cores
+meanwhile are not measured; commands' own seconds, on machines that do nothing else, are compared by
+`tests/bench/plan.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dflash_pipeline.capture import counting, planning
 from dflash_pipeline.capture import measure as capture_measure
-from dflash_pipeline.capture import planning
 from dflash_pipeline.capture.samples import Dropped, read
+from dflash_pipeline.capture.shapes import planned_shapes
 from dflash_pipeline.capture.toytext import conversations
-from dflash_pipeline.capture.warmup import num_positions
+from dflash_pipeline.configs.costs import CaptureCosts, CaptureWork, TrainCosts, TrainWork
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import load, to_dict
+from dflash_pipeline.configs.measuring import work_of
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.prediction import (
-    HOUR_S,
-    CaptureCosts,
-    CaptureWork,
-    Predictor,
-    TrainCosts,
-    TrainWork,
-)
+from dflash_pipeline.configs.prediction import HOUR_S, Predictor
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store.build import shard_bytes
 from dflash_pipeline.store.reader import open_store
+from dflash_pipeline.train import journal, worker
 from dflash_pipeline.train import measure as train_measure
-from dflash_pipeline.train import worker
 from places import cpu_place
 
-# between measuring and running, others may take the machine's cores or leave them: under a load of
-# six on two cores steps were foretold at 0.7 to 2.0 of what they took. A formula that counts a
-# batch, a step or a device wrongly is further off
-SHARED = 4.0
+BOUND = 1.35
+"""Predicted over true, and the reverse: what seconds of measuring on a shared machine keep."""
+ROUNDS = 3
 
 
 def _place(folder: Path, stage: str) -> Place:
@@ -48,19 +52,29 @@ def _place(folder: Path, stage: str) -> Place:
 
 
 @pytest.fixture(scope="module")
+def _processor_time() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("perf_counter", "monotonic"):
+            patch.setattr(time, name, time.process_time)
+        # of the log lines, which tell the time of day
+        clock = SimpleNamespace(**dict.fromkeys(("time", "perf_counter"), time.process_time))
+        patch.setattr(journal, "time", clock)
+        yield
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Short and long conversations, and what was measured on the short ones."""
+    """Short and long conversations."""
     folder = tmp_path_factory.mktemp("plan")
     sources = [conversations(domain, "train", 0) for domain in ("math", "chat", "code")]
-    texts = [next(sources[number % 3]) for number in range(360)]
+    texts = [next(sources[number % 3]) for number in range(400)]
     texts.sort(key=lambda turns: sum(len(turn["content"]) for turn in turns))
-    for name, part in (("short", texts[:160]), ("long", texts[-100:])):
-        rows = [{"id": f"{name}{i}", "messages": turns} for i, turns in enumerate(part)]
+    for name, part in (("short", texts[:200]), ("long", texts[-100:])):
+        rows = [
+            {"id": f"{name}{i}", "domain": "abc"[i % 3], "messages": turns}
+            for i, turns in enumerate(part)
+        ]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture_measure, "CAPTURE_S", 2.0)
-        patch.setattr(train_measure, "TRAIN_S", 3.0)
-        _measure(folder, "short", is_measured=False)
     return folder
 
 
@@ -74,12 +88,11 @@ def _run(folder: Path, name: str) -> Run:
     )
 
 
-def _measure(folder: Path, name: str, is_measured: bool) -> None:
-    here = folder / f"{name}-measured"
+def _measure(run: Run, here: Path, is_measured: bool) -> None:
     here.mkdir()
     for stage in (capture_measure, train_measure):
         extra: dict[str, object] = {"folder": str(here), "is_measured": is_measured}
-        stage.main(_run(folder, name), _place(folder / "logs", "plan"), extra)
+        stage.main(run, _place(here.parent / "logs", "plan"), extra)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -87,88 +100,154 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def predictor(folder: Path) -> Predictor:
+@dataclass(frozen=True)
+class Round:
+    """A prediction, and what then happened."""
+
+    folder: Path
+    predictor: Predictor
     """Of the long conversations, counted, from the costs of the short ones."""
-    _measure(folder, "long", is_measured=True)
-    counted, measured = folder / "long-measured", folder / "short-measured"
-    return Predictor(
-        _run(folder, "long"),
-        CaptureWork(**_json(counted / "work.json")),
-        CaptureCosts(**_json(measured / "costs.json")),
-        TrainWork(**_json(counted / "train_work.json")),
-        TrainCosts(**_json(measured / "train_costs.json")),
+    run: Run
+    """The long ones captured and trained on for real."""
+
+    @property
+    def capture_ratio(self) -> float:
+        """Predicted over true seconds of a worker, from its first batch on."""
+        (status,) = find_statuses(Path(self.run.store.path))
+        costs, work = self.predictor.capture_costs, self.predictor.work
+        # what comes before the first batch this process had done before
+        start_s = costs.import_s + costs.plan_s + costs.token_s * work.num_tokens + costs.load_s
+        expected = self.predictor.capture(1).hours * HOUR_S - start_s - work.read_s
+        return expected / status.counts["seconds"]
+
+    @property
+    def step_ratio(self) -> float:
+        """Predicted over true seconds of a training step."""
+        lines = (Path(self.run.train.out) / "metrics.jsonl").read_text().splitlines()
+        losses = [line for line in map(json.loads, lines) if "loss" in line]
+        first, last = losses[0], losses[-1]
+        took_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
+        return 1 / self.predictor.train(1).rate / took_s
+
+
+def _round(folder: Path, number: int) -> Round:
+    own = folder / f"round-{number}"
+    own.mkdir()
+    short, long = _run(folder, "short"), _run(folder, "long")
+    long = replace(
+        long,
+        store=replace(long.store, path=str(own / "store")),
+        train=replace(long.train, out=str(own / "run"), stores=(str(own / "store"),)),
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture_measure, "CAPTURE_S", 2.0)
+        patch.setattr(train_measure, "TRAIN_S", 3.0)
+        _measure(short, own / "measured", is_measured=False)
+    _measure(long, own / "counted", is_measured=True)
+    place = _place(Path(f"{long.store.path}.logs"), "capture")
+    extra: dict[str, object] = {"kind": "cpu", "num_workers": 1, "only_count": False}
+    planning.plan_and_capture(long, place, extra)
+    worker.main(long, _place(Path(long.train.out) / "logs", "train"), {"resume": False})
+    predictor = Predictor(
+        long,
+        work_of(_json(own / "counted" / "work.json")),
+        CaptureCosts(**_json(own / "measured" / "costs.json")),
+        TrainWork(**_json(own / "counted" / "train_work.json")),
+        TrainCosts(**_json(own / "measured" / "train_costs.json")),
+    )
+    return Round(own, predictor, long)
 
 
 @pytest.fixture(scope="module")
-def long_run(folder: Path) -> Run:
-    """The same conversations captured and trained on for real."""
-    run = _run(folder, "long")
-    place = _place(Path(f"{run.store.path}.logs"), "capture")
-    extra: dict[str, object] = {"kind": "cpu", "num_workers": 1, "only_count": False}
-    planning.plan_and_capture(run, place, extra)
-    run = replace(run, train=replace(run.train, stores=(run.store.path,)))
-    worker.main(run, _place(Path(run.train.out) / "logs", "train"), {"resume": False})
-    return run
+def rounds(folder: Path, _processor_time: None) -> list[Round]:
+    """One; more where it is not within the bound. Their median counts: what is predicted wrongly
+    stays out of it, however often it is tried."""
+    found = [_round(folder, 0)]
+    ratios = found[0].capture_ratio, found[0].step_ratio
+    if not all(1 / BOUND < ratio < BOUND for ratio in ratios):
+        found += [_round(folder, number) for number in range(1, ROUNDS)]
+    return found
 
 
-def test_what_is_counted_is_what_the_run_then_has(
-    predictor: Predictor, folder: Path, long_run: Run
-) -> None:
-    work = CaptureWork(**_json(folder / "long-measured" / "work.json"))
-    store = open_store(long_run.store.path)
+def test_what_is_counted_is_what_the_run_then_has(rounds: list[Round]) -> None:
+    run, predictor = rounds[0].run, rounds[0].predictor
+    work = predictor.work
+    store = open_store(run.store.path)
     table, layout = store.table, store.layout
     assert (work.num_samples, work.num_tokens) == (len(table), table.num_tokens.sum())
-    shapes = [
-        (batch.stop - batch.start, num_positions(int(table.num_tokens[batch].max()), layout))
-        for shard_id in layout.shard_ids()
-        for batch in table.batches_of(shard_id)
-    ]
+    shapes = [shape for found in planned_shapes(table, layout) for shape in found]
     assert work.batches == [
         len(shapes),
         sum(b * t for b, t in shapes),
         sum(b * t * t for b, t in shapes),
     ]
-    (status,) = find_statuses(Path(long_run.store.path))
+    (status,) = find_statuses(Path(run.store.path))
     assert work.num_padded == work.batches[1] == status.counts["num_places"]
     assert work.rows_bytes == status.counts["size_bytes"]
     shards = [shard_bytes(store.spec, layout, table, i) for i in layout.shard_ids()]
     assert work.store_bytes > sum(shards) > work.rows_bytes
-    *_, last = (Path(long_run.train.out) / "metrics.jsonl").read_text().splitlines()
+    assert [mount.needed_bytes for mount in work.mounts] == [work.store_bytes]
+    *_, last = (Path(run.train.out) / "metrics.jsonl").read_text().splitlines()
     assert predictor.num_steps(1) == json.loads(last)["step"]
 
 
 def test_costs_measured_on_short_samples_foretell_a_capture_of_long_ones(
-    predictor: Predictor, long_run: Run
+    rounds: list[Round],
 ) -> None:
-    (status,) = find_statuses(Path(long_run.store.path))
-    costs, work = predictor.capture_costs, predictor.work
-    # without what comes before the first batch: this process had loaded everything
-    expected = predictor.capture(1).hours * HOUR_S - costs.start_s - work.read_s
-    ratio = expected / status.counts["seconds"]
-    print(f"capture: predicted {expected:.2f} s, took {status.counts['seconds']:.2f}: {ratio:.2f}")
-    assert 1 / SHARED < ratio < SHARED
+    ratios = [one.capture_ratio for one in rounds]
+    print(f"capture: predicted / true {ratios}")
+    assert 1 / BOUND < statistics.median(ratios) < BOUND
 
 
-def test_and_their_training(predictor: Predictor, long_run: Run) -> None:
-    lines = (Path(long_run.train.out) / "metrics.jsonl").read_text().splitlines()
-    losses = [line for line in map(json.loads, lines) if "loss" in line]
-    first, last = losses[0], losses[-1]
-    took_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
-    epoch_s, _ = predictor.epoch_s(1)
-    ratio = epoch_s / predictor.num_steps(1) / took_s
-    print(
-        f"step: predicted {epoch_s / predictor.num_steps(1):.4f} s, took {took_s:.4f}: {ratio:.2f}"
-    )
-    assert 1 / SHARED < ratio < SHARED
+def test_and_their_training(rounds: list[Round]) -> None:
+    ratios = [one.step_ratio for one in rounds]
+    print(f"step: predicted / true {ratios}")
+    assert 1 / BOUND < statistics.median(ratios) < BOUND
+
+
+def _counted_work(run: Run, here: Path) -> tuple[CaptureWork, TrainWork]:
+    _measure(run, here, is_measured=True)
+    return work_of(_json(here / "work.json")), TrainWork(**_json(here / "train_work.json"))
+
+
+def test_samples_that_training_drops_are_not_counted_for_it(folder: Path, tmp_path: Path) -> None:
+    run = _run(folder, "short")
+    whole, trained = _counted_work(run, tmp_path / "whole")
+    fewer = replace(run.train, drop_domains=("b",), drop_samples=("short0", "short3"))
+    same, left = _counted_work(replace(run, train=fewer), tmp_path / "fewer")
+    # captured all the same
+    assert same.num_samples == whole.num_samples == 200
+    with_domain = replace(run, data=replace(run.data, files=(str(tmp_path / "left.jsonl"),)))
+    rows = (folder / "short.jsonl").read_text().splitlines()
+    kept = [row for row in rows if json.loads(row)["domain"] != "b"]
+    kept = [row for row in kept if json.loads(row)["id"] not in fewer.drop_samples]
+    (tmp_path / "left.jsonl").write_text("\n".join(kept))
+    _, expected = _counted_work(with_domain, tmp_path / "left")
+    assert left.batches[1:] == expected.batches[1:]
+    assert left.batches[1] < 0.7 * trained.batches[1]
+    assert left.validated == expected.validated
+    unknown = replace(run.train, drop_domains=("B",))
+    with pytest.raises(UsageError, match="no store has a domain 'B'"):
+        _counted_work(replace(run, train=unknown), tmp_path / "unknown")
+
+
+def test_each_mount_takes_its_turns_of_the_shards(folder: Path, tmp_path: Path) -> None:
+    run = _run(folder, "short")
+    paths = [str(tmp_path / name) for name in ("a", "b", "c")]
+    small = replace(run.store, path=",".join(paths), shard_bytes=1)
+    work, _ = _counted_work(replace(run, store=small), tmp_path / "counted")
+    assert [mount.path for mount in work.mounts] == paths
+    assert sum(mount.needed_bytes for mount in work.mounts) == work.store_bytes
+    further = [mount.needed_bytes for mount in work.mounts[1:]]
+    assert min(further) > 0.2 * work.rows_bytes
+    assert len({mount.device_id for mount in work.mounts}) == 1
 
 
 def test_the_answers_steps_are_those_of_the_longest_of_each_batch() -> None:
     lengths = np.random.default_rng(0).integers(10, 500, 6400)
     expected = lengths.reshape(-1, 32).max(axis=1).sum()
-    assert capture_measure.answer_steps(lengths, 32) == pytest.approx(expected, rel=0.01)
-    assert capture_measure.answer_steps(lengths[:1], 32) == lengths[0]
+    assert counting.answer_steps(lengths, 32) == pytest.approx(expected, rel=0.01)
+    assert counting.answer_steps(lengths[:1], 32) == lengths[0]
 
 
 def test_the_sample_of_the_data_does_not_depend_on_their_order(
@@ -177,7 +256,7 @@ def test_the_sample_of_the_data_does_not_depend_on_their_order(
     found = list(read((str(folder / "short.jsonl"),), 0, Dropped()))
     kept = []
     for order in (found, found[::-1]):
-        sampled = capture_measure.Sampled(7)
+        sampled = counting.Sampled(7)
         assert list(sampled.through(order)) == order
         kept.append([conversation.key for conversation in sampled.conversations])
     assert len(kept[0]) == 7
@@ -185,9 +264,9 @@ def test_the_sample_of_the_data_does_not_depend_on_their_order(
 
 
 def test_the_command_predicts_from_a_kept_measurement_and_prints_lines_that_parse(
-    predictor: Predictor, folder: Path
+    rounds: list[Round], folder: Path
 ) -> None:
-    measured = folder / "short-measured"
+    predictor, measured = rounds[0].predictor, rounds[0].folder / "measured"
     known = {
         "run": to_dict(_run(folder, "short")),
         "capture": _json(measured / "costs.json"),

@@ -1,6 +1,6 @@
 """Training's part of `dflash plan`: its batches over the data, and what a batch costs here.
 
-The batches follow from the lengths that the capture's part counted; the costs from steps over the
+The batches follow from the table that the capture's part counted; the costs from steps over the
 small store that it captured, with long, short and mixed samples. No checkpoint is written.
 """
 
@@ -10,38 +10,39 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from dflash_pipeline.configs.costs import TrainCosts, TrainWork
 from dflash_pipeline.configs.fit import fitted
 from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
-from dflash_pipeline.configs.prediction import TrainCosts, TrainWork
 from dflash_pipeline.configs.schema import Run, TrainConfig
+from dflash_pipeline.configs.shares import StoreShare
 from dflash_pipeline.configs.status import process_age_s
 from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.store.table import HELD_OUT, TRAIN
+from dflash_pipeline.store.table import HELD_OUT, SampleTable
 from dflash_pipeline.train.feed import Feed, feed_access
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.optim import learning_rate
-from dflash_pipeline.train.order import Catalog, Ints, Position, segment_batches
+from dflash_pipeline.train.order import Catalog, Ints, Position, catalog, segment_batches
 from dflash_pipeline.train.replay import held_out, replay
+from dflash_pipeline.train.selection import kept_samples
 from dflash_pipeline.train.setup import Training, build, compute_on, open_stores
 from dflash_pipeline.train.step import learn
 from dflash_pipeline.train.stop import StopWish
 
-TRAIN_S = 15.0
+TRAIN_S = 8.0
 """Seconds of training."""
 _WARM_STEPS = 4
-_LEAST_STEPS = 12
-_MOST_STEPS = 400
-_NUM_REPLAYED = 4
+_WINDOW_S = 0.4
+_LEAST_WINDOWS = 9
+_MOST_WINDOWS = 60
+_NUM_REPLAYED = 6
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -53,8 +54,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     torch.set_num_threads(place.threads)
     let_memory_grow(torch.__version__)
     log, folder = RunLog(place), Path(str(extra["folder"]))
-    with np.load(folder / "lengths.npz") as lengths:
-        work = count(run.train, dict(lengths))
+    work = count(run, table_of(folder))
     (folder / "train_work.json").write_text(json.dumps(asdict(work)))
     if extra["is_measured"]:
         return
@@ -62,25 +62,29 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     (folder / "train_costs.json").write_text(json.dumps(asdict(costs)))
 
 
-def count(config: TrainConfig, lengths: Mapping[str, npt.NDArray[Any]]) -> TrainWork:
-    """The batches of an epoch over samples of these lengths, added up."""
-    chosen = np.flatnonzero((lengths["split"] == TRAIN) & (lengths["num_anchors"] > 0))
-    most = min(config.anchors_per_sample, config.batch_anchors)
-    num_tokens = lengths["num_tokens"][chosen].astype(np.int64)
-    samples = Catalog(
-        store_C=np.zeros(len(chosen), np.int64),
-        sample_C=chosen.astype(np.int64),
-        sample_id_C=lengths["sample_id"][chosen].astype(np.uint64),
-        num_tokens_C=num_tokens,
-        num_anchors_C=np.minimum(lengths["num_anchors"][chosen].astype(np.int64), most),
-        shard_C=np.zeros(len(chosen), np.int64),
-        shares=(1.0,),
-    )
-    batches = _batches(samples, np.arange(len(chosen)), config)
-    num_heldout = int((lengths["split"] == HELD_OUT).sum())
+def table_of(folder: Path) -> SampleTable:
+    """The table that the capture's part has left."""
+    names = json.loads((folder / "names.json").read_text())
+    with np.load(folder / "samples.npz") as columns:
+        domains, sources = tuple(names["domains"]), tuple(names["sources"])
+        return SampleTable(**dict(columns), domains=domains, sources=sources)
+
+
+def count(run: Run, table: SampleTable) -> TrainWork:
+    """The batches of an epoch over these samples, added up, and what a validation replays.
+
+    UsageError as training itself would raise it: for a dropped domain or sample that is not there,
+    and for samples that fit no batch.
+    """
+    samples = catalog([table], [StoreShare(run.store.path, 1.0)], run.train)
+    batches = _batches(samples, np.arange(len(samples)), run.train)
+    (kept,) = kept_samples([table], run.train)
+    chosen = np.flatnonzero((table.split == HELD_OUT) & kept)
+    chosen = chosen[np.argsort(table.sample_id[chosen], kind="stable")]
+    chosen = chosen[: run.train.validate_samples]
     return TrainWork(
         batches=np.sum([amounts(samples, batch) for batch in batches], axis=0).tolist(),
-        num_validated=min(config.validate_samples, num_heldout),
+        validated=[float(len(chosen)), float(table.num_anchors[chosen].sum())],
     )
 
 
@@ -105,7 +109,7 @@ def measure(run: Run, place: Place, folder: Path, log: RunLog) -> TrainCosts:
     out.mkdir()
     with StopWish() as wish, contextlib.closing(Group(place, run.train.timeout_s)) as group:
         stores, samples, shape = open_stores(run, place, log, wish, False)
-        training = build(run, place, group, log, stores, samples, shape, False)
+        training = build(run, place, group, _Quiet(place), stores, samples, shape, False)
         device, dtype = compute_on(run, place)
         draws = _Draws(trial_batches(samples, run.train), run.train.accumulate)
         access = feed_access(stores, run.feed, lambda _text: None)
@@ -125,36 +129,45 @@ def measure(run: Run, place: Place, folder: Path, log: RunLog) -> TrainCosts:
             ) as feed,
         ):
             log.say(f"measuring training on {place.device}")
-            steps, start_s = _steps(training, feed, device, wish)
+            windows, start_s = _windows(training, feed, draws, device, wish)
+            batch_s = fitted(
+                [_of_draws(samples, window.draws) for window in windows],
+                [window.seconds for window in windows],
+            )
+            assert training.saver is not None, "it is the only rank"
+            checkpoint_s, checkpoint_bytes = training.saver.cost(training.optimizer.state())
             return TrainCosts(
                 start_s=start_s,
-                batch_s=fitted(
-                    [_of_step(samples, step.draw) for step in steps],
-                    [step.batches_s for step in steps],
-                ),
-                optimizer_s=float(np.mean([step.optimizer_s for step in steps])),
+                batch_s=batch_s,
                 validated_s=_validated_s(training, device),
-                steps_per_s=len(steps) / sum(step.batches_s + step.optimizer_s for step in steps),
+                checkpoint_s=checkpoint_s,
+                checkpoint_bytes=checkpoint_bytes,
             )
 
 
-def trial_batches(samples: Catalog, config: TrainConfig) -> list[Ints]:
-    """Batches of all samples, of the shortest and of the longest third, in turn."""
+class _Quiet(RunLog):
+    """Tells nobody how far a trial is."""
+
+    def progress(self, done: float, total: float, unit: str, **numbers: float) -> None:
+        """Nothing."""
+
+
+def trial_batches(samples: Catalog, config: TrainConfig) -> list[list[Ints]]:
+    """Batches of all samples, of the shortest and of the longest third."""
     ascending = np.argsort(samples.num_tokens_C, kind="stable")
     third = max(1, len(ascending) // 3)
-    kinds = [
-        _batches(samples, part, config)
-        for part in (np.sort(ascending), np.sort(ascending[:third]), np.sort(ascending[-third:]))
-    ]
-    rounds = min(map(len, kinds))
-    return [kind[number] for number in range(rounds) for kind in kinds]
+    parts = (np.sort(ascending), np.sort(ascending[:third]), np.sort(ascending[-third:]))
+    return [_batches(samples, part, config) for part in parts]
 
 
 class _Draws:
-    """The same batches again and again, as an order draws them."""
+    """Batches of one kind after another, again and again, as an order draws them."""
 
-    def __init__(self, batches: Sequence[Ints], accumulate: int) -> None:
-        self._batches, self._accumulate = deque(batches), accumulate
+    def __init__(self, kinds: Sequence[Sequence[Ints]], accumulate: int) -> None:
+        self._kinds, self._accumulate = deque(map(deque, kinds)), accumulate
+        self._num_drawn = 0
+        self.repeat = 1
+        """Steps of a kind before the next one's turn."""
         self.is_finished = False
 
     def draw(self, wants_stop: bool) -> Draw | None:
@@ -162,77 +175,90 @@ class _Draws:
         if wants_stop:
             self.is_finished = True
             return None
+        if self._num_drawn >= self.repeat:
+            self._kinds.rotate(-1)
+            self._num_drawn = 0
+        self._num_drawn += 1
         chosen = []
         for _ in range(self._accumulate):
-            chosen.append(self._batches[0])
-            self._batches.rotate(-1)
+            chosen.append(self._kinds[0][0])
+            self._kinds[0].rotate(-1)
         return Draw(0, tuple(chosen), Position(0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """What one step took."""
+class _Window:
+    """Steps as from one log line to the next."""
 
-    draw: Draw
-    batches_s: float
-    optimizer_s: float
-
-
-def _of_step(samples: Catalog, draw: Draw) -> list[float]:
-    columns = zip(*(amounts(samples, batch) for batch in draw.batches), strict=True)
-    return [sum(column) for column in columns]
+    draws: tuple[Draw, ...]
+    seconds: float
 
 
-def _steps(
-    training: Training, feed: Feed, device: torch.device, wish: StopWish
-) -> tuple[list[_Step], float]:
-    """Steps for `TRAIN_S` seconds, and the age of this process when the first one was timed."""
-    steps, start_s, end = list[_Step](), 0.0, float("inf")
-    for number in range(_MOST_STEPS):
-        if number == _WARM_STEPS:
-            start_s, end = process_age_s(), time.perf_counter() + TRAIN_S
-        if wish.is_asked():
-            raise KeyboardInterrupt
-        if len(steps) >= _LEAST_STEPS and time.perf_counter() > end:
-            break
-        step = _step(training, feed, device)
-        if number >= _WARM_STEPS:
-            steps.append(step)
-    return steps, start_s
+def _of_draws(samples: Catalog, draws: Sequence[Draw]) -> list[float]:
+    rows = [amounts(samples, batch) for draw in draws for batch in draw.batches]
+    return [sum(column) for column in zip(*rows, strict=True)]
 
 
-def _step(training: Training, feed: Feed, device: torch.device) -> _Step:
-    run, optimizer = training.run, training.optimizer
+def _windows(
+    training: Training, feed: Feed, draws: _Draws, device: torch.device, wish: StopWish
+) -> tuple[list[_Window], float]:
+    """Windows for `TRAIN_S` seconds, and the age of this process when a run's first step begins."""
+    first_at = process_age_s()
+    for _ in range(_WARM_STEPS):
+        warm = _window(training, feed, 1, device, wish)
+    # the device is not waited for within a window, as it is not between two log lines
+    num_steps = min(training.run.train.log_every, max(1, round(_WINDOW_S / warm.seconds)))
+    draws.repeat = num_steps
+    compiled_s = max(0.0, process_age_s() - first_at - _WARM_STEPS * warm.seconds)
+    windows, end = list[_Window](), time.perf_counter() + TRAIN_S
+    while len(windows) < _LEAST_WINDOWS or (
+        len(windows) < _MOST_WINDOWS and time.perf_counter() < end
+    ):
+        windows.append(_window(training, feed, num_steps, device, wish))
+    return windows, first_at + compiled_s
+
+
+def _window(
+    training: Training, feed: Feed, num_steps: int, device: torch.device, wish: StopWish
+) -> _Window:
     begin = _now(device)
+    draws = tuple(_step(training, feed, wish) for _ in range(num_steps))
+    training.journal.line(1, 0.0, training.metrics, training.optimizer, feed)
+    return _Window(draws, _now(device) - begin)
+
+
+def _step(training: Training, feed: Feed, wish: StopWish) -> Draw:
+    """One step of the loop of `train/worker.py`."""
+    if wish.is_asked():
+        raise KeyboardInterrupt
+    run, optimizer, clock = training.run, training.optimizer, training.clock
     draw = feed.step(lambda: False, lambda: None)
     assert draw is not None, "it draws for ever"
     for number, batch in enumerate(feed.batches(draw)):
+        training.noise.add(batch.feature_NKH, 1, number)
         if number == len(draw.batches) - 1:
             optimizer.expect_last()
-        learn(
-            batch,
-            training.forward,
-            training.head,
-            run.loss,
-            optimizer,
-            training.metrics,
-            training.clock,
-        )
-    middle = _now(device)
-    optimizer.sum_up(wants_stop=False)
-    optimizer.step(learning_rate(0, training.num_steps, run.optim))
-    return _Step(draw, middle - begin, _now(device) - middle)
+        learn(batch, training.forward, training.head, run.loss, optimizer, training.metrics, clock)
+    with clock.stage("reduce"):
+        optimizer.sum_up(wants_stop=False)
+    with clock.stage("optimizer"):
+        optimizer.step(learning_rate(0, training.num_steps, run.optim))
+    training.journal.note(1, draw)
+    return draw
 
 
-def _validated_s(training: Training, device: torch.device) -> float:
-    """Seconds that the replay of one sample takes; 0 where none is held out."""
+def _validated_s(training: Training, device: torch.device) -> list[float]:
+    """Seconds of a replayed sample and of each of its blocks; zeros where none is held out."""
     store, drafter = training.stores[0], training.drafter
-    chosen = held_out(store)[:_NUM_REPLAYED]
-    if not chosen:
-        return 0.0
-    begin = _now(device)
-    replay(store, chosen, drafter, training.head, drafter.shape, None)
-    return (_now(device) - begin) / len(chosen)
+    chosen = held_out(store)[: _NUM_REPLAYED + 1]
+    rows, seconds = [], []
+    for sample in chosen:
+        begin = _now(device)
+        replay(store, [sample], drafter, training.head, drafter.shape, None)
+        seconds.append(_now(device) - begin)
+        rows.append([1.0, float(store.table.num_anchors[sample])])
+    # the first one loads what the others use
+    return fitted(rows[1:], seconds[1:]) if len(chosen) > 1 else [0.0, 0.0]
 
 
 def _now(device: torch.device) -> float:

@@ -235,7 +235,7 @@ def test_of_two_workers_one_calibrates_and_the_other_waits_and_says_so(
     run = _run(target_dir, folder / "hs", "int8", "none", force=True)
     _plan(run)
     store = open_store(run.store.path)
-    target = worker.load_target(run, _place(run), store)
+    target = worker.load_target(run, _place(run), store, resolve(run.target))
     begun, may_end = threading.Event(), threading.Event()
     real, calls, said, stores = calibrating._calibrate, [], [], []
 

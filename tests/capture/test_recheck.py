@@ -125,7 +125,7 @@ def test_another_target_or_none_is_refused(
     with pytest.raises(UsageError, match="was planned for other weights"):
         main(Run(target=TargetConfig(id=str(other))), place, _extra(store))
     run = Run(target=TargetConfig(id=str(make_target_dir("qwen3"))))
-    target = worker.load_target(run, place, store)
+    target = worker.load_target(run, place, store, resolve(run.target))
     store.readable_N[:] = False
     with pytest.raises(UsageError, match="has no sample that can be read yet"):
         recheck(store, target, 3)

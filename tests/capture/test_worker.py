@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from dflash_pipeline.capture import forward, worker
 from dflash_pipeline.capture.construction import build_store
-from dflash_pipeline.capture.model import resolve
+from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.pack import BatchIndex
 from dflash_pipeline.capture.samples import Conversation, Dropped
+from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shapes
 from dflash_pipeline.capture.target import Target
-from dflash_pipeline.capture.warmup import largest_batch, planned_shapes
 from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
@@ -226,9 +226,9 @@ def test_a_capture_on_a_gpu_passes_gate_and_verify(
 def _break_token(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     load = worker.load_target
 
-    def broken(run: Run, place: Place, store: Any) -> Target:
-        target = load(run, place, store)
-        token_id = resolve(run.target).tokenizer().convert_tokens_to_ids("z")
+    def broken(run: Run, place: Place, store: Any, files: TargetFiles) -> Target:
+        target = load(run, place, store, files)
+        token_id = files.tokenizer().convert_tokens_to_ids("z")
         target.backbone.embed_tokens.weight.data[token_id] = value
         return target
 
@@ -402,7 +402,7 @@ def test_a_signal_ends_it_between_batches_and_the_next_run_goes_on(
 
 def test_the_warm_up_shapes_are_each_buckets_smallest_and_largest(run: Run) -> None:
     store = open_store(run.store.path)
-    shapes = planned_shapes(store)
+    shapes = extremes(planned_shapes(store.table, store.layout))
     sizes = largest_batch(store)
     assert len(shapes) <= 2 * len(store.layout.num_shards)
     assert shapes[0][0] * shapes[0][1] == sizes.num_places <= 192

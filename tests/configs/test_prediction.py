@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.prediction import (
-    HOUR_S,
+from dflash_pipeline.configs.costs import (
     CaptureCosts,
     CaptureWork,
-    Predictor,
+    Mount,
     TrainCosts,
     TrainWork,
-    lines,
 )
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.foretold import lines, room_lines
+from dflash_pipeline.configs.prediction import HOUR_S, Predictor
 from dflash_pipeline.configs.schema import GenerateConfig, Run, TargetConfig, TrainConfig
 
 # the 8B row of performance.md: 1.095M samples of 1,000 tokens, six epochs
@@ -28,28 +29,38 @@ WORK = CaptureWork(
     num_padded=int(1.02 * TOKENS),
     store_bytes=TOKENS * 13_920,
     rows_bytes=TOKENS * 13_920,
+    mounts=[Mount(path="/a", needed_bytes=TOKENS * 13_920, free_bytes=10**14, device_id=1)],
     read_s=0.0,
     batches=[22_800.0, 1.02 * TOKENS, 0.0],
+    warm_batches=[0.0, 0.0, 0.0],
     answer_steps=1e6,
 )
 CAPTURE = CaptureCosts(
     device="H200",
-    start_s=0.0,
+    import_s=0.0,
+    plan_s=0.0,
+    token_s=0.0,
+    load_s=0.0,
     fixed_s=0.0,
     busy=1.0,
     batch_s=[0.0, 1 / 34_600 / 1.02, 0.0],
-    tokens_per_s=34_600,
-    write_bytes_per_s=8e9,
-    read_bytes_per_s=12e9,
+    worker_bytes_per_s=4e9,
+    write_bytes_per_s=[8e9],
+    read_bytes_per_s=[12e9],
+    cached_bytes=0,
     answer_step_s=0.03,
 )
-TRAIN_WORK = TrainWork(batches=[1_095_000.0, TOKENS, 512 * 1_095_000.0, 0.0], num_validated=0)
+TRAIN_WORK = TrainWork(batches=[1_095_000.0, TOKENS, 512 * 1_095_000.0, 0.0], validated=[0.0, 0.0])
 TRAIN = TrainCosts(
-    start_s=0.0, batch_s=[0.1216, 0.0, 0.0, 0.0], optimizer_s=0.0, validated_s=0.0, steps_per_s=8.2
+    start_s=0.0,
+    batch_s=[0.1216, 0.0, 0.0, 0.0],
+    validated_s=[0.0, 0.0],
+    checkpoint_s=0.0,
+    checkpoint_bytes=0,
 )
 
 
-def _predictor(run: Run | None = None, **costs: float) -> Predictor:
+def _predictor(run: Run | None = None, **costs: Any) -> Predictor:
     run = run or Run(train=TrainConfig(epochs=6))
     return Predictor(run, WORK, replace(CAPTURE, **costs), TRAIN_WORK, TRAIN)
 
@@ -86,10 +97,66 @@ def test_targets_of_several_gpus_are_so_many_fewer_workers() -> None:
 
 
 def test_a_disk_that_is_slower_than_the_devices_binds_and_is_named() -> None:
-    stage = _predictor(write_bytes_per_s=1e9).capture(8)
+    stage = _predictor(write_bytes_per_s=[1e9]).capture(8)
     assert stage.bound == "disk"
     assert stage.hours == pytest.approx(WORK.rows_bytes / 1e9 / HOUR_S)
+    assert stage.rate == pytest.approx(1e9 / 13_920)
     assert _predictor().capture(1).bound == "device"
+    # one writer alone is slower than the disk
+    assert _predictor(worker_bytes_per_s=1e8).capture(1).hours == pytest.approx(
+        WORK.rows_bytes / 1e8 / HOUR_S
+    )
+
+
+def test_of_several_mounts_the_one_that_is_done_last_counts() -> None:
+    half = Mount(path="/a", needed_bytes=WORK.store_bytes // 2, free_bytes=10**14, device_id=1)
+    work = replace(WORK, mounts=[half, replace(half, path="/b", device_id=2)])
+    costs = replace(CAPTURE, write_bytes_per_s=[1e9, 0.5e9], read_bytes_per_s=[2e9, 1e9])
+    run = Run(train=TrainConfig(epochs=1))
+    slow = replace(TRAIN, batch_s=[0.0, 0.0, 0.0, 0.0])
+    predictor = Predictor(run, work, costs, TRAIN_WORK, slow)
+    assert predictor.capture(8).hours == pytest.approx(WORK.rows_bytes / 1e9 / HOUR_S)
+    assert predictor.epoch_s(1) == (pytest.approx(WORK.rows_bytes / 2e9), True)
+    # what stays in the page cache is not read from the disk
+    cached = replace(costs, cached_bytes=WORK.rows_bytes)
+    assert Predictor(run, work, cached, TRAIN_WORK, slow).epoch_s(1) == (0.0, False)
+
+
+def test_a_file_system_without_room_is_named_with_all_that_is_to_lie_there() -> None:
+    mount = Mount(path="/a", needed_bytes=6 * 10**12, free_bytes=10**13, device_id=1)
+    both = [mount, replace(mount, path="/b")]
+    assert room_lines([mount], 0) == []
+    (line,) = room_lines(both, 0)
+    assert line.startswith("no room: /a, /b would take 12 TB and has 10 TB free;")
+    assert room_lines(both, 8 * 10**12) == []
+    assert room_lines([mount, replace(mount, path="/b", device_id=2)], 0) == []
+    (line,) = room_lines([mount, replace(mount, path="/b", free_bytes=1, device_id=2)], 10**12)
+    assert line.startswith("no room: /b would take 500 GB and has 1 B free;")
+
+
+def test_what_is_done_once_is_counted_for_the_plan_and_each_worker() -> None:
+    once = {"import_s": 7.0, "plan_s": 3.0, "load_s": 11.0, "fixed_s": 2.0, "token_s": 1e-6}
+    alone, two = (_predictor(**once).capture(n).hours for n in (1, 2))
+    bare, bare_two = (_predictor().capture(n).hours for n in (1, 2))
+    kept_s = 1e-6 * TOKENS
+    assert (alone - bare) * HOUR_S == pytest.approx(7 + 3 + 11 + 2 + kept_s)
+    # several workers begin after another process has planned
+    assert (two - bare_two) * HOUR_S == pytest.approx(7 + 7 + 3 + 11 + 2 + kept_s)
+
+
+def test_validations_and_checkpoints_are_pauses_and_the_last_one_is_waited_for() -> None:
+    run = Run(train=TrainConfig(epochs=1, max_steps=1000, validate_every=400, save_every=500))
+    work = replace(TRAIN_WORK, validated=[64.0, 6400.0])
+    costs = replace(TRAIN, validated_s=[0.5, 0.01], checkpoint_s=0.25, checkpoint_bytes=80 * 10**9)
+    predictor = Predictor(run, WORK, CAPTURE, work, costs)
+    bare = Predictor(run, WORK, CAPTURE, TRAIN_WORK, TRAIN)
+    paused_s = (predictor.train(1).hours - bare.train(1).hours) * HOUR_S
+    # three validations, as many checkpoints of 20 s each, which are written while steps go on
+    assert paused_s == pytest.approx(3 * (64 * 0.5 + 6400 * 0.01) + 3 * 0.25 + 20.0)
+    slower = replace(costs, checkpoint_bytes=400 * 10**9)
+    waited_s = Predictor(run, WORK, CAPTURE, work, slower).train(1).hours * HOUR_S
+    apart_s = 0.1216 * 1000 / 3
+    assert waited_s - predictor.train(1).hours * HOUR_S == pytest.approx(80 + 2 * (100 - apart_s))
 
 
 def test_a_first_epoch_that_follows_takes_as_long_as_the_capture() -> None:

@@ -1,0 +1,115 @@
+"""The target's decoder layers compiled: norms, rotations and gates joined into few kernels.
+
+A layer is one region without a break, the same code for all layers of a class, for any number of
+sequences above one and any padded length; hooks stay outside. It is compiled in the warm-up, by the
+main thread; what would need another version later runs as it was. Only `Target.run` goes through
+it: the gate computes its truth by the plain layers, and so judges the compiled ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.fx.experimental import _config as symbols
+
+from dflash_pipeline.capture.shapes import Shape
+from dflash_pipeline.capture.target import Target
+from dflash_pipeline.configs.errors import UsageError, first_line
+
+SPREAD = (
+    "capture.compile does not go with --gpus-per-target: tensors move between GPUs within a layer; "
+    "leave one of them out"
+)
+Later = Literal["eager_on_recompile", "fail_on_recompile"]
+
+
+def compile_layers(
+    target: Target,
+    shapes: Sequence[Shape],
+    *,
+    backend: str = "inductor",
+    later: Later = "eager_on_recompile",
+) -> None:
+    """Compile the layers of `target` by the extremes of the planned shapes; later, nothing more is.
+
+    Layers of linear attention stay as they are. later: what becomes of a shape that the code does
+    not serve. One such target a process. UsageError for a family that cannot be compiled without a
+    break, and for a target that is spread over several GPUs.
+    """
+    if target.spread:
+        raise UsageError(SPREAD)
+    # the compiler keeps few versions of a function: those for another target must go
+    torch._dynamo.reset()
+    torch.compiler.set_stance("default")
+    kinds = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
+    for layer, kind in zip(target.layers, kinds or [""] * len(target.layers), strict=True):
+        # its scan over chunks is another function for each length, or kernels of their own
+        if kind != "linear_attention":
+            layer.forward = _switched(target, layer, _compiled(type(layer), backend))
+    several = [shape for shape in shapes if shape[0] > 1]
+    # sliding layers have a mask only where a batch is longer than their window
+    chosen = [pick(several, key=_width) for pick in (min, max)] if several else []
+    try:
+        for num_sequences, width in chosen:
+            ids_BT = torch.zeros((num_sequences, width), dtype=torch.int64, device=target.device)
+            with _own_lengths():
+                target.run(ids_BT, lambda _place, _hidden_BTH: None)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise UsageError(
+            f"capture.compile: the layers of {type(target.model).__name__} cannot be compiled "
+            f"({first_line(error)}): leave capture.compile off"
+        ) from error
+    # one sequence alone is another version: rare, and not worth its compiling
+    torch.compiler.set_stance(later)
+
+
+@contextlib.contextmanager
+def _own_lengths() -> Iterator[None]:
+    """What is traced within takes lengths that happen to be equal for two lengths."""
+    before, symbols.use_duck_shape = symbols.use_duck_shape, False
+    try:
+        yield
+    finally:
+        symbols.use_duck_shape = before
+
+
+def _width(shape: Shape) -> tuple[int, int]:
+    return shape[1], shape[0]
+
+
+def num_compiled() -> int:
+    """Regions that this process has compiled so far, all versions counted."""
+    found: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found
+
+
+def _compiled(kind: type[nn.Module], backend: str) -> Any:
+    """One for all layers of a class: `torch.compile` keeps what it has made with the function."""
+    return torch.compile(kind.forward, dynamic=True, fullgraph=True, backend=backend)
+
+
+def _switched(target: Target, layer: nn.Module, compiled: Any) -> Any:
+    """A layer's forward: compiled while the target runs over batches, else as it was."""
+    plain = layer.forward
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        if not target.is_running:
+            return plain(*inputs, **named)
+        _mark_static(inputs)
+        _mark_static(tuple(named.values()))
+        return compiled(layer, *inputs, **named)
+
+    return forward
+
+
+def _mark_static(values: tuple[Any, ...]) -> None:
+    """Sequences and positions vary; widths of states and heads, [B, T, width], do not."""
+    for value in values:
+        if isinstance(value, tuple):
+            _mark_static(value)
+        elif isinstance(value, torch.Tensor) and value.ndim == 3:
+            torch._dynamo.mark_static(value, 2)

@@ -1,0 +1,149 @@
+"""How much work the data are: the first part of `dflash plan`, which needs no device.
+
+The plan of the capture is made as the capture makes it, in memory: what is counted is exact. Its
+table is kept for training's part, whose batches follow from it.
+Letters: B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_pipeline.capture.batches import Int
+from dflash_pipeline.capture.construction import Arranged, arranged, fill_checked, store_spec
+from dflash_pipeline.capture.model import TargetFiles
+from dflash_pipeline.capture.samples import Conversation, Dropped, hash64, read
+from dflash_pipeline.capture.shapes import extremes, planned_shapes
+from dflash_pipeline.capture.spool import Spool
+from dflash_pipeline.configs.costs import CaptureWork, Mount
+from dflash_pipeline.configs.mounts import split
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.store import durable, stripes
+from dflash_pipeline.store.build import estimate_bytes, shard_bytes
+from dflash_pipeline.store.rows import row_bytes
+from dflash_pipeline.store.spec import StoreSpec
+from dflash_pipeline.store.table import HELD_OUT, SampleTable
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Of the conversations that pass through, those with the smallest hash of their key."""
+
+    most: int
+    _kept: list[tuple[int, int, Conversation]] = field(default_factory=list)
+
+    def through(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+        for number, conversation in enumerate(conversations):
+            entry = (-hash64(conversation.key), number, conversation)
+            if len(self._kept) < self.most:
+                heapq.heappush(self._kept, entry)
+            else:
+                heapq.heappushpop(self._kept, entry)
+            yield conversation
+
+    @property
+    def conversations(self) -> list[Conversation]:
+        """The smallest hash first."""
+        return [conversation for _, _, conversation in sorted(self._kept, reverse=True)]
+
+
+def count(
+    run: Run, files: TargetFiles, place: Place, sampled: Sampled
+) -> tuple[CaptureWork, SampleTable]:
+    """What the whole capture is, and its samples in plan order."""
+    begin, dropped = time.monotonic(), Dropped()
+    with Spool(None, run.store.last_rows) as spool:
+        conversations = sampled.through(read(run.data.files, run.data.limit, dropped))
+        fill_checked(spool, run, files, conversations, dropped, place.threads)
+        spec = store_spec(run, files, place.kind, "not read")
+        made = arranged(spool, spec, run)
+        answers = spool.column("num_anchors")
+        num_supervised = spool.num_supervised
+    read_s = time.monotonic() - begin
+    table, layout = made.table, made.layout
+    by_bucket = planned_shapes(table, layout)
+    # nothing is warmed on a CPU
+    warmed = extremes(by_bucket) if place.kind == "cuda" else []
+    token_bytes = spec.num_layers * row_bytes(spec.hidden_mode, spec.hidden_size)
+    last_bytes = row_bytes(spec.last_mode, spec.hidden_size) if spec.has_last else 0
+    num_tokens = int(table.num_tokens.sum())
+    work = CaptureWork(
+        num_samples=len(table),
+        num_heldout=int((table.split == HELD_OUT).sum()),
+        num_tokens=num_tokens,
+        num_supervised=num_supervised,
+        num_padded=made.plan.num_padded_tokens,
+        store_bytes=estimate_bytes(spec, layout, table),
+        rows_bytes=token_bytes * num_tokens + last_bytes * int(table.num_teacher.sum()),
+        mounts=mounts_of(run.store.path, spec, made),
+        read_s=read_s,
+        batches=_sums([amounts(*shape) for shapes in by_bucket for shape in shapes]),
+        warm_batches=_sums([amounts(*shape) for shape in warmed]),
+        answer_steps=answer_steps(answers, run.generate.batch_size) * run.generate.samples,
+    )
+    return work, table
+
+
+def mounts_of(store: str, spec: StoreSpec, made: Arranged) -> list[Mount]:
+    """What each directory that a store is written as would take, its own first."""
+    paths = [Path(path).absolute() for path in split(store)]
+    turns = stripes.elsewhere(made.layout, len(paths))
+    needed = [0] * len(paths)
+    for shard_id, turn in turns.items():
+        needed[turn] += shard_bytes(spec, made.layout, made.table, shard_id)
+    needed[0] = estimate_bytes(spec, made.layout, made.table) - sum(needed)
+    found = []
+    for path, needed_bytes in zip(paths, needed, strict=True):
+        folder = nearest(path)
+        found.append(
+            Mount(
+                path=str(path),
+                needed_bytes=needed_bytes,
+                free_bytes=durable.free_bytes(folder),
+                device_id=folder.stat().st_dev,
+            )
+        )
+    return found
+
+
+def nearest(path: Path) -> Path:
+    """The path, or what is there of it."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def keep_table(table: SampleTable, folder: Path) -> None:
+    """Leave a table for `train/measure.py`: samples.npz, and names.json beside it."""
+    columns: dict[str, Any] = table.columns()
+    np.savez(folder / "samples.npz", **columns)
+    names = {"domains": table.domains, "sources": table.sources}
+    (folder / "names.json").write_text(json.dumps(names))
+
+
+def amounts(num_sequences: int, width: int) -> list[float]:
+    """What a batch's time may depend on: that it is one, its places, its pairs of places."""
+    places = num_sequences * width
+    return [1.0, float(places), float(places * width)]
+
+
+def _sums(rows: list[list[float]]) -> list[float]:
+    return [sum(column) for column in zip([0.0] * 3, *rows, strict=True)]
+
+
+def answer_steps(num_tokens_M: Int, batch_size: int) -> float:
+    """Steps of generating answers of these lengths in batches: the longest of each batch counts.
+
+    The longest of `batch_size` drawn at random is expected; whole batches are assumed.
+    """
+    size = min(batch_size, len(num_tokens_M))
+    share = (np.arange(len(num_tokens_M) + 1) / len(num_tokens_M)) ** size
+    longest = float((np.sort(num_tokens_M) * np.diff(share)).sum())
+    return longest * len(num_tokens_M) / size

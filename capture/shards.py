@@ -1,0 +1,251 @@
+"""Shard after shard as one worker writes them: forward -> pack -> offload -> store, then the gate.
+
+Everything that decides what a shard holds was planned before; a worker only computes. So shards may
+be taken by anyone, in any order, and lost ones are taken again.
+Letters: L = K captured layers, then `last` where it is stored.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dflash_pipeline.capture import gate
+from dflash_pipeline.capture.forward import Forward, ForwardFailed
+from dflash_pipeline.capture.offload import Offload, Parcel
+from dflash_pipeline.capture.pack import bad_sequences
+from dflash_pipeline.capture.stop import Stop
+from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.voice import Voice
+from dflash_pipeline.configs.counts import Counts
+from dflash_pipeline.configs.memory import usage
+from dflash_pipeline.configs.schema import CaptureConfig
+from dflash_pipeline.configs.status import process_age_s
+from dflash_pipeline.store.lease import Lease, Leases
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.spec import ShardId
+from dflash_pipeline.store.writer import StoreWriter
+
+NOTE_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTime:
+    """What one batch took."""
+
+    num_sequences: int
+    num_positions: int
+    """Its padded length."""
+    device_s: float
+    """Seconds in which the device worked on it."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What is known of the shard being written."""
+
+    shard_id: ShardId
+    amax_L: NDArray[np.float32]
+    num_tokens: int = 0
+    bad: dict[int, str] = field(default_factory=dict)
+    is_halved: bool = False
+
+
+class Worker:
+    """Writes the shards it is given."""
+
+    def __init__(
+        self,
+        store: Store,
+        target: Target,
+        config: CaptureConfig,
+        log: Voice,
+        stop: Stop,
+        leases: Leases,
+        offload: Offload,
+        writer: StoreWriter,
+        timed: list[BatchTime] | None,
+    ) -> None:
+        self._store, self._target, self._config, self._log = store, target, config, log
+        self._stop, self._leases, self._offload, self._writer = stop, leases, offload, writer
+        self._forward = Forward(store, target, offload.device_bytes, log.say)
+        self._is_gated = False
+        self._num_taken = self._num_failed = self._num_tokens = 0
+        self._num_places = self._size_bytes = 0
+        self._timed, self._begin, self._noted_at = timed, time.monotonic(), time.monotonic()
+        self._device_s = 0.0
+        self._last_failure = ""
+        self.idle_s = 0.0
+        """Seconds without a shard to take."""
+        self._in_flight: list[tuple[slice, Parcel]] = []
+        # handed to the writer's thread and not yet seen committed -> tokens, bad samples
+        self._submitted: dict[ShardId, tuple[int, int]] = {}
+        self._num_committed = sum(
+            store.table.rows_of(shard_id)[0]
+            for shard_id in store.layout.shard_ids()
+            if store.is_committed(shard_id)
+        )
+        self._num_planned = int(store.table.num_tokens.sum())
+
+    def beat(self) -> None:
+        """Between batches and while waiting: be alive, and notice a signal."""
+        self._leases.beat()
+        self._stop.check()
+
+    def refresh(self) -> None:
+        """See what was committed, by whomever."""
+        for shard_id in self._store.refresh():
+            self._num_committed += self._store.table.rows_of(shard_id)[0]
+            self._submitted.pop(shard_id, None)
+
+    def take(self, lease: Lease) -> None:
+        """Write one shard; a failure that leaves the device usable is counted against the shard."""
+        try:
+            self._write(lease)
+            self._num_taken += 1
+        except ForwardFailed as failed:
+            self._num_failed += 1
+            self._last_failure = f"shard {lease.shard_id}: {failed}"
+            lease.fail()
+            # a broken device never gives back what is in flight
+            self._forward.check_device(failed)
+            self._drop(lease, failed)
+            # nothing works here: it is not the shards
+            if self._num_taken == 0 and self._num_failed > self._config.max_shard_failures:
+                raise ValueError(str(failed)) from failed
+
+    def check_set_aside(self) -> None:
+        """ValueError that names the shards that failed too often, once they alone are left."""
+        failures, most = self._leases.failures(), self._config.max_shard_failures
+        left = [i for i in self._store.layout.shard_ids() if self._store.is_open(i)]
+        if left and all(failures.get(i, 0) >= most for i in left):
+            raise ValueError(
+                f"shards {', '.join(map(str, left))} of {self._store.path} failed {most} times "
+                "each and were set aside, the rest is captured; the same command tries again. "
+                f"{self._last_failure or 'The logs of the other workers have the reasons'}"
+            )
+
+    def _write(self, lease: Lease) -> None:
+        store = self._store
+        tally = _Tally(lease.shard_id, np.zeros(store.spec.num_amax, np.float32))
+        self._writer.begin(lease)
+        for batch in store.table.batches_of(lease.shard_id):
+            self.beat()
+            slot = self._offload.slot()
+            tally.is_halved |= self._forward.compute(batch, slot)
+            self._in_flight.append((batch, self._offload.send(slot, self.beat)))
+            # the batch before goes to the disk while the device computes this one
+            if len(self._in_flight) > 1:
+                self._land(tally)
+        while self._in_flight:
+            self._land(tally)
+        self.refresh()
+        self._check_bad(tally)
+        self._finish(tally)
+
+    def _land(self, tally: _Tally) -> None:
+        """Hand the oldest batch in flight to the writer."""
+        batch, parcel = self._in_flight[0]
+        try:
+            parcel.wait()
+        except RuntimeError as error:
+            # what the device met long after the batch was queued
+            raise ForwardFailed(f"{type(error).__name__}: {error}") from error
+        del self._in_flight[0]
+        self._device_s += parcel.device_s
+        if self._timed is not None:
+            self._timed.append(BatchTime(*self._forward.shape(batch), parcel.device_s))
+        bad = bad_sequences(parcel.largest_BL, parcel.faintest_BL)
+        is_good_B = ~np.isin(np.arange(batch.stop - batch.start), list(bad))
+        largest_L = parcel.largest_BL[is_good_B].max(axis=0, initial=0)
+        tally.amax_L = np.maximum(tally.amax_L, largest_L)
+        tally.bad |= {batch.start + sequence: reason for sequence, reason in bad.items()}
+        num_tokens = len(parcel.hidden_NKR)
+        self._num_places += math.prod(self._forward.shape(batch))
+        self._size_bytes += parcel.hidden_NKR.nbytes + parcel.last_MR.nbytes
+        last_MR = parcel.last_MR if self._store.spec.has_last else None
+        self._writer.put(parcel.hidden_NKR, last_MR, parcel.release)
+        tally.num_tokens += num_tokens
+        self._num_tokens += num_tokens
+        ahead = sum(num_tokens for num_tokens, _ in self._submitted.values()) + tally.num_tokens
+        total, counts = self._num_planned, self.counts()
+        self._log.counted(min(self._num_committed + ahead, total), total, "tokens", counts)
+        if time.monotonic() - self._noted_at >= NOTE_EVERY_S:
+            self._noted_at = time.monotonic()
+            self._log.note(counts.text())
+
+    def counts(self) -> Counts:
+        """What this worker has done so far."""
+        used = usage(torch, self._target.device)
+        return Counts(
+            held_s=process_age_s(),
+            seconds=time.monotonic() - self._begin,
+            device_s=self._device_s,
+            buffer_wait_s=self._offload.wait_s + self._writer.wait_s,
+            idle_s=self.idle_s,
+            num_tokens=self._num_tokens,
+            num_places=self._num_places,
+            size_bytes=self._size_bytes,
+            device_bytes=used.reserved,
+            host_bytes=used.host_peak,
+        )
+
+    def _check_bad(self, tally: _Tally) -> None:
+        """Refuse the shard that raises the store's share of bad samples above the bound."""
+        table = self._store.table
+        for sample, reason in tally.bad.items():
+            self._log.say(f"bad sample {table.key(sample)} in shard {tally.shard_id}: {reason}")
+        num_bad = int(np.count_nonzero(self._store.state_N)) + len(tally.bad)
+        num_bad += sum(num_bad for _, num_bad in self._submitted.values())
+        if tally.bad and num_bad > self._config.max_bad_share * len(table):
+            raise ValueError(
+                f"{num_bad} of {len(table)} samples have rows that are not finite or all zero, the "
+                f"last is {table.key(max(tally.bad))}; more than capture.max_bad_share = "
+                f"{self._config.max_bad_share} allows. A target may overflow target.dtype"
+            )
+
+    def _finish(self, tally: _Tally) -> None:
+        store, writer = self._store, self._writer
+        # int4's signed scales put each group's extreme on -8: nothing is ever cut off
+        clipped_L = np.zeros(store.spec.num_amax, np.uint32)
+        if self._is_gated:
+            writer.submit(tally.amax_L, clipped_L, tally.bad, halved=tally.is_halved)
+            self._submitted[tally.shard_id] = (tally.num_tokens, len(tally.bad))
+            return
+        writer.finish(tally.amax_L, clipped_L, tally.bad, halved=tally.is_halved)
+        samples = store.table.of_shard(tally.shard_id)
+        good = [i for i in range(samples.start, samples.stop) if i not in tally.bad]
+        if good:
+            # spread over the shard, so that batches and places in them vary
+            count = min(self._config.gate_samples, len(good))
+            chosen = [good[place] for place in np.linspace(0, len(good) - 1, count, dtype=int)]
+            for line in gate.check(
+                self._target,
+                store.spec,
+                store.calibration,
+                chosen,
+                store.tokens,
+                writer.read_back,
+            ):
+                self._log.say(f"gate: {line}")
+            self._is_gated = True
+        writer.commit()
+        self.refresh()
+
+    def _drop(self, lease: Lease, failed: ForwardFailed) -> None:
+        """Give back the buffers of a shard that failed, and the shard."""
+        while self._in_flight:
+            _, parcel = self._in_flight.pop()
+            parcel.wait()
+            parcel.release()
+        self._writer.abort()
+        num_failures = self._leases.failures().get(lease.shard_id, 0)
+        traceback.print_exception(failed)
+        most = self._config.max_shard_failures
+        self._log.say(f"shard {lease.shard_id} failed ({num_failures} of {most}): {failed}")

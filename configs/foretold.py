@@ -1,0 +1,77 @@
+"""A prediction of `dflash plan` in lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash_pipeline.configs.costs import Mount
+from dflash_pipeline.configs.prediction import Prediction, Stage
+from dflash_pipeline.configs.sizes import size_text
+
+_RATES = {"capture": "tok/s", "train": "steps/s"}
+
+
+def lines(found: Prediction, epochs: int, price: float, quota_bytes: int = 0) -> list[str]:
+    """All of it; quota_bytes: the most that the store may take at a time, 0: no bound."""
+    work, capture = found.work, found.capture
+    told = [
+        f"{work.num_samples:,} samples ({work.num_heldout:,} held out), {work.num_tokens:,} "
+        f"tokens, {work.num_supervised:,} supervised, "
+        f"{100 * (1 - work.num_tokens / work.num_padded):.1f} % padding, a store of "
+        f"{size_text(work.store_bytes)}",
+        f"measured on {capture.device}: disk {_speeds(capture.write_bytes_per_s)} written, "
+        f"{_speeds(capture.read_bytes_per_s)} read",
+    ]
+    told += room_lines(work.mounts, quota_bytes)
+    if found.generate is not None:
+        told.append(f"{_stage_text(found.generate)}; not counted below: the answers are there")
+    for way in found.ways:
+        cost = f", cost {way.cost:,.2f}" if price else ""
+        told.append(f"{way.name}: {_hours(way.hours)}, {_hours(way.device_hours)} of GPUs{cost}")
+        told += [f"  {_stage_text(stage)}" for stage in way.stages]
+    told.append(f"{epochs} epochs are {found.num_steps:,} steps at most")
+    told.append(f"not measured: {'; '.join(found.not_measured)}")
+    return told
+
+
+def room_lines(mounts: Sequence[Mount], quota_bytes: int) -> list[str]:
+    """A line for each file system that has no room for its part of the store."""
+    by_device: dict[int, list[Mount]] = {}
+    for mount in mounts:
+        by_device.setdefault(mount.device_id, []).append(mount)
+    told = []
+    for own in by_device.values():
+        needed = sum(mount.needed_bytes for mount in own)
+        if quota_bytes:
+            # shards take turns, so no mount holds more than its part of a quota
+            needed = min(needed, quota_bytes * len(own) // len(mounts))
+        free = min(mount.free_bytes for mount in own)
+        if needed > free:
+            names = ", ".join(mount.path for mount in own)
+            told.append(
+                f"no room: {names} would take {size_text(needed)} and has {size_text(free)} free; "
+                "share the store out over more mounts (--store A,B), store int8 or int4 rows "
+                "(--hidden-mode), or give a --quota"
+            )
+    return told
+
+
+def _speeds(bytes_per_s: Sequence[float]) -> str:
+    return " + ".join(f"{size_text(speed)}/s" for speed in bytes_per_s)
+
+
+def _stage_text(stage: Stage) -> str:
+    rate = f" ({stage.rate:,.3g} {_RATES[stage.name]})" if stage.rate else ""
+    if stage.rate >= 1000:
+        rate = f" ({stage.rate:,.0f} {_RATES[stage.name]})"
+    disk = ", the disk binds" if stage.bound == "disk" else ""
+    return (
+        f"{stage.name:9}{stage.num_devices} x {_hours(stage.hours)} = "
+        f"{_hours(stage.device_hours)} of GPUs{rate}{disk}"
+    )
+
+
+def _hours(hours: float) -> str:
+    if hours < 1:
+        return f"{60 * hours:.3g} min"
+    return f"{hours:,.1f} h" if hours >= 10 else f"{hours:.3g} h"

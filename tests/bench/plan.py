@@ -1,0 +1,259 @@
+"""Whether `dflash plan` foretells what the same commands then take, on data of other lengths.
+
+    python tests/bench/plan.py [--shape tiny|0.6b|4b|8b] [--folder DIR] [--mode int4] [--rounds 1]
+
+A random target of the shape is written to a folder in --folder, then conversations of lognormal
+length, one set short (mean 600 tokens, sigma 0.8) and one long (mean 1,500, sigma 0.5). `dflash
+plan` measures on the short ones; from that measurement it predicts the long ones, which are then
+captured and trained on by the commands themselves, one epoch. Prints the seconds of the measuring
+command and, for each stage, what was predicted, what it took and their ratio: the whole command
+from its first to its last moment, and its steady part alone (tokens and steps a second). On a CPU
+(`--shape tiny`, the default there) others may take the cores away meanwhile: then the processor
+seconds of a command, printed beside, are those to compare, and `--rounds` repeats all of it and
+ends with medians. Writes plan.json into $OUT where that is set. About three minutes on one H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny_targets import tiny_tokenizer
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A target, and how much of what is captured and trained on."""
+
+    hidden: int
+    middle: int
+    layers: int
+    heads: int
+    keys: int
+    vocabulary: int
+    is_tied: bool
+    num_short: int
+    num_long: int
+    scale: float = 1.0
+    """Of all lengths."""
+
+
+SHAPES = {
+    "tiny": Shape(128, 256, 8, 4, 2, 1024, True, 2000, 900, scale=0.15),
+    "0.6b": Shape(1024, 3072, 28, 16, 8, 151936, True, 6000, 3000),
+    "4b": Shape(2560, 9728, 36, 32, 8, 151936, True, 2000, 600),
+    "8b": Shape(4096, 12288, 36, 32, 8, 151936, False, 1500, 400),
+}
+SHORT, LONG = (600, 0.8), (1500, 0.5)
+MAX_LEN = 4096
+
+
+def write_target(shape: Shape, folder: Path) -> None:
+    """A random model of the shape in bf16, with a tokenizer of bytes."""
+    config = transformers.Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.middle,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.keys,
+        head_dim=128 if shape.hidden > 128 else 32,
+        max_position_embeddings=2 * MAX_LEN,
+        tie_word_embeddings=shape.is_tied,
+        pad_token_id=256,
+        eos_token_id=258,
+    )
+    torch.manual_seed(SEED)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # all-ones norms would hide a norm done twice from the gate
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def write_data(path: Path, count: int, mean: float, sigma: float, scale: float) -> None:
+    """Conversations, a third of each the question; a byte is a token."""
+    random = np.random.default_rng(SEED)
+    drawn_M = random.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz     ", np.uint8)
+    with path.open("w") as file:
+        for number, length in enumerate(np.clip(drawn_M, 64, MAX_LEN) * scale):
+            text = random.choice(letters, int(length)).tobytes().decode()
+            # marks of the turns take about 40 bytes of it
+            turns = {"user": text[: len(text) // 3], "assistant": text[len(text) // 3 : -40]}
+            messages = [{"role": role, "content": f"{said}."} for role, said in turns.items()]
+            file.write(json.dumps({"id": f"{path.stem}{number}", "messages": messages}) + "\n")
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a command took, and what it printed."""
+
+    wall_s: float
+    cpu_s: float
+    stdout: str
+
+
+def dflash(folder: Path, *words: str) -> Took:
+    """Run a command in the folder; its own messages are shown where it fails."""
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_pipeline.cli", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    wall_s, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Took(wall_s, cpu_s, done.stdout)
+
+
+def one_round(folder: Path, config: list[str]) -> dict[str, float]:
+    """Measure on the short ones, predict the long ones, and run them."""
+    for name in ("measured.json", "store", "store.logs", "run"):
+        path = folder / name
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    base = ["--set", "train.stores=", *config]
+    planned = ["plan", "--store", "store", "--measurement", "measured.json", "--json"]
+    measured = dflash(folder, *planned, "--data", "short.jsonl", *base)
+    told = json.loads(dflash(folder, *planned, "--data", "long.jsonl", *base).stdout)
+    (way,) = (one for one in told["ways"] if one["name"] == "one after the other")
+    predicted = {stage["name"]: stage["hours"] * 3600 for stage in way["stages"]}
+    captured = dflash(
+        folder, "capture", "--store", "store", "--data", "long.jsonl", "--force", *config
+    )
+    trained = dflash(folder, "train", "--store", "store", "--out", "run", *config)
+    inspected = json.loads(dflash(folder, "inspect", "store", "--json").stdout)
+    (status,) = json.loads(dflash(folder, "status", "store", "--json").stdout)
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "loss" in line]
+    # up to the first line there is the compiler's time
+    first, last = steps[0], steps[-1]
+    step_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
+    counts, rates = status["counts"], {stage["name"]: stage["rate"] for stage in way["stages"]}
+    figures = {
+        "plan: wall s": measured.wall_s,
+        "plan: cpu s": measured.cpu_s,
+        "capture: predicted s": predicted["capture"],
+        "capture: wall s": captured.wall_s,
+        "capture: cpu s": captured.cpu_s,
+        "capture: predicted tok/s": rates["capture"],
+        "capture: tok/s": counts["num_tokens"] / counts["seconds"],
+        "train: predicted s": predicted["train"],
+        "train: wall s": trained.wall_s,
+        "train: cpu s": trained.cpu_s,
+        "train: predicted step ms": 1e3 / rates["train"],
+        "train: step ms": 1e3 * step_s,
+        "samples, predicted / true": told["work"]["num_samples"] / inspected["samples"]["all"],
+        "bytes, predicted / true": told["work"]["store_bytes"] / tree_bytes(folder / "store"),
+        "steps, predicted / true": told["num_steps"] / steps[-1]["step"],
+    }
+    ratios = {
+        "capture, whole": ("capture: predicted s", "capture: wall s"),
+        "capture, whole, of cpu s": ("capture: predicted s", "capture: cpu s"),
+        "capture, rate": ("capture: tok/s", "capture: predicted tok/s"),
+        "train, whole": ("train: predicted s", "train: wall s"),
+        "train, whole, of cpu s": ("train: predicted s", "train: cpu s"),
+        "train, step": ("train: predicted step ms", "train: step ms"),
+    }
+    return figures | {
+        f"ratio: {name}": figures[one] / figures[two] for name, (one, two) in ratios.items()
+    }
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes of all files below."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return sum(path.stat().st_size for path in files if "raw" not in path.parts)
+
+
+def settings(shape: Shape, mode: str) -> list[str]:
+    """What all commands are told; the rest is as it is by default."""
+    sets = [
+        "target.id=target",
+        "data.max_len=4096",
+        f"store.hidden_mode={mode}",
+        f"store.last_mode={mode}",
+        "train.epochs=1",
+        "train.log_every=5",
+        "train.validate_samples=16",
+    ]
+    if shape.scale < 1:
+        sets += [
+            "capture.token_budget=4096",
+            "store.shard_bytes=4000000",
+            "train.batch_anchors=64",
+            "train.anchors_per_sample=16",
+            "train.batch_tokens=2048",
+            "drafter.num_layers=2",
+            "drafter.block_size=8",
+        ]
+    return [word for one in sets for word in ("--set", one)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    is_cuda = torch.cuda.is_available()
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.6b" if is_cuda else "tiny")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--mode", choices=["bf16", "int8", "int4"], default="int4")
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    shape = SHAPES[options.shape]
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as name:
+        folder = Path(name)
+        write_target(shape, folder / "target")
+        write_data(folder / "short.jsonl", shape.num_short, *SHORT, shape.scale)
+        write_data(folder / "long.jsonl", shape.num_long, *LONG, shape.scale)
+        config = settings(shape, options.mode)
+        if is_cuda:
+            config += ["--gpus", "0"]
+        rounds: list[dict[str, Any]] = []
+        for number in range(options.rounds):
+            rounds.append(one_round(folder, config))
+            print(f"round {number + 1} of {options.rounds}")
+            for key, value in rounds[-1].items():
+                print(f"  {key:28} {value:,.4g}", flush=True)
+    medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+    if options.rounds > 1:
+        print("medians")
+        for key, value in medians.items():
+            print(f"  {key:28} {value:,.4g}")
+    if os.environ.get("OUT"):
+        result = {
+            "device": torch.cuda.get_device_name() if is_cuda else "CPU",
+            "torch": torch.__version__,
+            "shape": options.shape,
+            "mode": options.mode,
+            "medians": medians,
+            "rounds": rounds,
+        }
+        Path(os.environ["OUT"], "plan.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
