@@ -59,7 +59,12 @@ def rolling(store: str) -> Store | None:
     return open_store(store) if is_rolling(root_of(store)) else None
 
 
+def has_held_out(store: Store) -> bool:
+    """Whether a held-out sample is there to be replayed."""
+    return bool(((store.table.split == HELD_OUT) & store.readable_N).any())
+
+
 def may_be_replayed(store: str) -> bool:
-    """Whether a store holds a held-out sample, as far as it can be read."""
+    """The same of a store that may not be readable: then it may be."""
     found = opened(store)
-    return found is None or bool(((found.table.split == HELD_OUT) & found.readable_N).any())
+    return found is None or has_held_out(found)

@@ -131,5 +131,12 @@ def test_the_first_screen_holds_what_a_newcomer_needs() -> None:
         assert needed in first
 
 
+def test_prose_keeps_within_a_hundred_columns() -> None:
+    prose = re.sub(r"^ *```.*?^ *```$", "", TEXT, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in prose.splitlines() if not line.startswith("|")]
+    assert len(lines) > 100
+    assert [line for line in lines if len(line) > 100] == []
+
+
 def test_no_line_is_unfinished() -> None:
     assert not re.search(r"\b(TODO|TBD|FIXME|FILEMAP|MEASURED|DECODER)\b", TEXT)

@@ -56,8 +56,12 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DFLASH_CONFIG", raising=False)
     Path("a.jsonl").write_text(json.dumps(ROW) + "\n")
+    Path("a.json").write_text("{}")
     Path("bad.jsonl").write_text("no json\n" + json.dumps(ROW) + "\n")
     _recorded(dict(to_dict(load("", ["target.id=toy", "data.max_len=200"], {}))))
+    shutil.copytree("made", "trained", symlinks=True)
+    split = Path("trained/samples/split/c/0")
+    split.write_bytes(bytes(len(split.read_bytes())))
     Path("answers.jsonl").write_text(json.dumps(ROW) + "\n")
     Path("answers.jsonl.logs").mkdir()
     settings = {"template_args": '{"arguments":{},"system_prompt":""}', "max_new_tokens": 1024}
@@ -72,6 +76,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("dropping.toml").write_text('[first]\ntrain.drop_domains = ["nowhere"]\n')
     Path("drafter").mkdir()
     Path("drafter/config.json").write_text("{}")
+    shutil.copytree("drafter", "forgetful")
     told = {"template_args": '{"arguments":{},"system_prompt":""}', "template_hash": "another"}
     Path("drafter/trained_on.json").write_text(json.dumps(told))
 
@@ -150,6 +155,11 @@ def _typed(line: str) -> tuple[str, str]:
             2,
             "template_hash 'another', store made has 't1'",
         ),
+        (
+            "eval --gpus cpu --drafter forgetful --store trained",
+            2,
+            "store trained has no held-out sample: set data.heldout at capture, or give --prompts",
+        ),
         (f"capture {TARGET} --data bad.jsonl --store new --plan", 1, "1 of 2 rows are unusable"),
         (f"capture {TARGET} --data bad.jsonl --store new", 1, "1 x not JSON (bad.jsonl:1)"),
         (f"generate {TARGET} --data bad.jsonl --out o.jsonl", 1, "1 of 2 rows are unusable"),
@@ -170,6 +180,7 @@ def test_what_a_line_contradicts_is_told_before_anything_heavy_loads(
     [
         f"capture {TARGET} --data a.jsonl --store made --max-len 200",
         f"capture {TARGET} --data answers.jsonl --store new",
+        "eval --compare a.json a.json --store trained",
         "train --gpus cpu --store made --drop-domain code --out new",
         "train --gpus cpu --store made --out run --resume --set train.log_every=3",
         f"eval {TARGET} --drafter drafter --prompts a.jsonl",

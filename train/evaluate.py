@@ -23,9 +23,8 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.place import Place, dtype_name
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.store import Store, open_store
+from dflash_pipeline.store import open_store
 from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.store.table import HELD_OUT
 from dflash_pipeline.train.decode import (
     EXEMPT_GAP,
     DecodeTarget,
@@ -60,6 +59,7 @@ from dflash_pipeline.train.report import (
     write_json,
 )
 from dflash_pipeline.train.sampling import Draws, Sampling
+from dflash_pipeline.train.selection import none_held_out
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.tally import Answer, Tally
 
@@ -284,7 +284,7 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
         if not run.eval.limit or len(of_domain) < run.eval.limit:
             of_domain.append(index)
     if not samples:
-        raise UsageError(_none_held_out(store))
+        raise UsageError(none_held_out(store))
     is_bf16 = dtype_name(run.target.dtype, place.kind) == "bf16"
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     head = TargetHead.from_store(store, shape, place.device, dtype)
@@ -319,24 +319,6 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
         mismatches=[],
         is_judged=False,
         seed=run.eval.seed,
-    )
-
-
-def _none_held_out(store: Store) -> str:
-    """Why a store has no sample to replay, and what to do."""
-    is_held_out_N = store.table.split == HELD_OUT
-    if num_planned := int(is_held_out_N.sum()):
-        why = f"none of the {num_planned} held-out samples of {store.path} is there"
-        if store.num_released:
-            num_shards = len(store.layout.shard_ids())
-            why += (
-                f": {store.num_released} of {num_shards} shards were released, once the runs that "
-                "followed the capture had used them"
-            )
-        return f"{why}; give --prompts and --target"
-    return (
-        f"store {store.path} has no held-out sample: set data.heldout at capture, or give "
-        "--prompts and --target"
     )
 
 

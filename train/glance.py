@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
@@ -20,7 +21,7 @@ from dflash_pipeline.train.remembered import (
     remembered,
     rendering,
 )
-from dflash_pipeline.train.selection import kept_samples
+from dflash_pipeline.train.selection import kept_samples, none_held_out
 
 
 def check_runs(runs: Sequence[Run]) -> None:
@@ -48,7 +49,8 @@ def _check_continued(run: Run) -> None:
 
 
 def check_drafter(run: Run, drafter: str, template_args: str) -> None:
-    """UsageError where a drafter was trained on conversations that were rendered otherwise.
+    """UsageError where a drafter was trained on conversations that were rendered otherwise, or
+    shall replay a store without a held-out sample.
 
     template_args: what this line passes to the chat template.
     """
@@ -60,8 +62,10 @@ def check_drafter(run: Run, drafter: str, template_args: str) -> None:
     if run.eval.prompts:
         told = {"template_args": template_args}
         check_rendering(directory, trained_on, told, "this command")
-    elif (found := glance.root(run.store.path)) is not None:
-        check_rendering(directory, trained_on, rendering(found[1]), f"store {run.store.path}")
+    elif run.store.path and (store := glance.opened(run.store.path)) is not None:
+        check_rendering(directory, trained_on, rendering(store.spec), f"store {run.store.path}")
+        if not glance.has_held_out(store):
+            raise UsageError(none_held_out(store))
 
 
 def _paths(run: Run) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which samples a run leaves out: whole domains, and samples named by their keys.
+"""Which samples a run leaves out: whole domains, and samples named by their keys; why none is left.
 
 Letters: C samples of a store, in plan order.
 """
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import TrainConfig
+from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.table import HELD_OUT, SampleTable
 
 Kept = npt.NDArray[np.bool_]
@@ -60,6 +61,24 @@ def dropped_lines(
             "some of them, or measure with dflash eval --prompts"
         )
     return lines
+
+
+def none_held_out(store: Store) -> str:
+    """Why a store has no sample to replay, and what to do."""
+    is_held_out_N = store.table.split == HELD_OUT
+    if num_planned := int(is_held_out_N.sum()):
+        why = f"none of the {num_planned} held-out samples of {store.path} is there"
+        if store.num_released:
+            num_shards = len(store.layout.shard_ids())
+            why += (
+                f": {store.num_released} of {num_shards} shards were released, once the runs that "
+                "followed the capture had used them"
+            )
+        return f"{why}; give --prompts and --target"
+    return (
+        f"store {store.path} has no held-out sample: set data.heldout at capture, or give "
+        "--prompts and --target"
+    )
 
 
 def doubled_lines(paths: Sequence[str], tables: Sequence[SampleTable]) -> list[str]:
