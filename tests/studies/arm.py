@@ -1,0 +1,41 @@
+"""The process of one arm: `dflash train`, or the same with logits rounded to bf16.
+
+Logits of bf16 are no setting of the product: every loss there is made of fp32 ones. Rounding the
+fp32 product and widening it again gives the very numbers that a bf16 product would have written;
+all that follows from them stays fp32, so the arm changes that rounding and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.train import loss, worker
+
+TRAIN = "studies.arm:main"
+TRAIN_BF16_LOGITS = "studies.arm:main_with_bf16_logits"
+
+_raw_logits = loss.raw_logits
+
+
+def main(run: Run, place: Place, extra: dict[str, Any]) -> None:
+    """The product's own training."""
+    worker.main(run, place, extra)
+
+
+def main_with_bf16_logits(run: Run, place: Place, extra: dict[str, Any]) -> None:
+    """The same, the logits of drafter and target rounded."""
+    loss.raw_logits = bf16_logits  # type: ignore[attr-defined]
+    try:
+        worker.main(run, place, extra)
+    finally:
+        loss.raw_logits = _raw_logits  # type: ignore[attr-defined]
+
+
+def bf16_logits(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
+    """fp32 [N, V] that hold what bf16 ones would."""
+    return _raw_logits(hidden_NH, weight_VH).to(torch.bfloat16).to(torch.float32)

@@ -1,0 +1,192 @@
+"""The arms of the study: what each asks, what it changes, and what it is paired with."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_pipeline.store.reader import Store
+
+BASE_STORE = "bf16"
+EVAL_STORE = "eval"
+CAP_LAMBDA = 0.1
+"""No value was published with CAP; a tenth keeps the entropy term well below the cross-entropy."""
+LOSSES: Mapping[str, Mapping[str, object]] = {
+    "ce": {"loss.ce": 1.0, "loss.kl": 0.0},
+    "kl": {"loss.ce": 0.0, "loss.kl": 1.0},
+    "ce-kl": {"loss.ce": 0.5, "loss.kl": 0.5},
+}
+WEIGHTS = ("gamma", "dpace")
+FOLLOWED = "ce-gamma"
+"""What the arm trains that follows a capture: the objective that is the default today."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a store keeps its rows."""
+
+    hidden: str
+    last: str
+
+
+MODES = {
+    "bf16": Mode("bf16", "bf16"),
+    "int8": Mode("int8", "int8"),
+    "int4": Mode("int4", "int8"),
+    "int4-last": Mode("int4", "int4"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One way to train, with as many runs as it has seeds."""
+
+    name: str
+    question: str
+    """objective, order, cap, logits, modes or shape."""
+    against: str
+    """The arm it is paired with; empty: with none of its question."""
+    settings: Mapping[str, object]
+    """`section.key` -> value over the size's."""
+    seeds: tuple[int, ...]
+    store: str = BASE_STORE
+    has_bf16_logits: bool = False
+    follows: bool = False
+
+    def run_name(self, seed: int) -> str:
+        """Its folder in arms/, and its variant of a sweep."""
+        return f"{self.name}-s{seed}"
+
+    def table(self, seed: int) -> dict[str, dict[str, object]]:
+        """What one run changes, as the sections of a sweep file."""
+        sections: dict[str, dict[str, object]] = {"train": {"seed": seed}}
+        for key, value in {**self.settings, "train.stores": [f"stores/{self.store}"]}.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        return sections
+
+    def command(self, seed: int) -> str:
+        """The line that trains it, in the study's folder; the bf16 logits are no setting of it."""
+        words = ["dflash", "train", "--store", f"stores/{self.store}"]
+        words += ["--out", f"arms/{self.run_name(seed)}", "--set", f"train.seed={seed}"]
+        for key, value in self.settings.items():
+            words += ["--set", f"{key}={value}"]
+        return shlex.join(words) + (" (logits rounded to bf16)" if self.has_bf16_logits else "")
+
+
+def objective_arms(seeds: Sequence[int]) -> list[Arm]:
+    """Each loss with each weighting of slots; differences are to today's default."""
+    return [
+        Arm(
+            name=f"{loss}-{weights}",
+            question="objective",
+            against="" if f"{loss}-{weights}" == FOLLOWED else FOLLOWED,
+            settings={**LOSSES[loss], "loss.slot_weights": weights},
+            seeds=tuple(seeds),
+        )
+        for loss in LOSSES
+        for weights in WEIGHTS
+    ]
+
+
+def following_arm(seeds: Sequence[int]) -> Arm:
+    """Today's default, begun while its store is still being captured."""
+    (base,) = (one for one in objective_arms(seeds) if one.name == FOLLOWED)
+    return Arm(
+        name="following",
+        question="order",
+        against=FOLLOWED,
+        settings=base.settings,
+        seeds=tuple(seeds),
+        follows=True,
+    )
+
+
+def later_arms(best: str, seeds: Sequence[int]) -> list[Arm]:
+    """What is asked of the best objective, in the order of what matters most."""
+    (base,) = (one for one in objective_arms(seeds) if one.name == best)
+    uses_last = bool(base.settings["loss.kl"])
+    modes = [mode for mode in MODES if mode != BASE_STORE and (uses_last or mode != "int4-last")]
+    arms = [
+        Arm(
+            name=mode,
+            question="modes",
+            against=best,
+            settings=base.settings,
+            seeds=base.seeds,
+            store=mode,
+        )
+        for mode in modes
+    ]
+    arms.append(
+        Arm(
+            name="cap",
+            question="cap",
+            against=best,
+            settings={**base.settings, "loss.cap_lambda": CAP_LAMBDA},
+            seeds=base.seeds,
+        )
+    )
+    arms.append(
+        Arm(
+            name="bf16-logits",
+            question="logits",
+            against=best,
+            settings=base.settings,
+            seeds=base.seeds,
+            has_bf16_logits=True,
+        )
+    )
+    shapes: dict[str, Mapping[str, object]] = {
+        "block-16": {"drafter.block_size": 16, "loss.gamma": 7.0},
+        "layers-1": {"drafter.num_layers": 1},
+        "layers-5": {"drafter.num_layers": 5},
+    }
+    arms += [
+        Arm(
+            name=name,
+            question="shape",
+            against=best,
+            settings={**base.settings, **changed},
+            seeds=base.seeds[:1],
+        )
+        for name, changed in shapes.items()
+    ]
+    return arms
+
+
+def needed_stores(arms: Sequence[Arm]) -> list[str]:
+    """The stores that arms train on, each once, in their order."""
+    return list(dict.fromkeys(arm.store for arm in arms))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFacts:
+    """What a result must say of a store."""
+
+    data: str
+    """Of the samples, their tokens and which are held out; the same for every mode."""
+    num_samples: int
+    num_distinct: int
+    """Of different tokens: a target that is sure of itself samples its greedy answer again."""
+    num_tokens: int
+    num_supervised: int
+    bytes_per_token: float
+    guard: object = field(default=None)
+    """What calibration measured, for int8 and int4."""
+
+
+def fingerprint(store: Store) -> str:
+    """Of what a store would train a drafter on, whatever its mode and its order."""
+    table = store.table
+    order = np.argsort(table.sample_id, kind="stable")
+    digest = hashlib.sha256()
+    for column in (table.sample_id, table.token_hash, table.num_tokens, table.split):
+        digest.update(np.ascontiguousarray(np.asarray(column)[order]).tobytes())
+    # where rows could not be captured, the store trains on less
+    digest.update(np.ascontiguousarray(store.readable_N[order]).tobytes())
+    return digest.hexdigest()[:16]
