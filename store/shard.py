@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,8 +81,9 @@ def last_shape(spec: StoreSpec, layout: Layout) -> ShardShape:
 class ShardFile:
     """A shard being written under a temporary name; it becomes visible by `publish` alone."""
 
-    def __init__(self, file: Path, shape: ShardShape) -> None:
-        self._file, self._shape = file, shape
+    def __init__(self, file: Path, shape: ShardShape, checksums: Executor) -> None:
+        """`checksums`: computes them beside the writing, in order: it has one thread."""
+        self._file, self._shape, self._checksums = file, shape, checksums
         self._num_rows = 0
         self._crcs: list[int] = []
         self._partial_crc = 0
@@ -109,10 +111,17 @@ class ShardFile:
         self._num_rows += flat.size // self._shape.row_bytes
 
     def _add(self, flat: Bytes) -> None:
-        """Write bytes at the end and carry the checksum of the chunk they fall in."""
-        used, chunk_bytes = self._num_rows * self._shape.row_bytes, self._shape.chunk_bytes
-        durable.write_all(self._descriptor, flat, used)
-        place = 0
+        """Write bytes at the end, and meanwhile carry the checksum of the chunk they fall in."""
+        used = self._num_rows * self._shape.row_bytes
+        summed = self._checksums.submit(self._sum_up, flat, used)
+        try:
+            durable.write_all(self._descriptor, flat, used)
+        finally:
+            # after this the bytes may change
+            summed.result()
+
+    def _sum_up(self, flat: Bytes, used: int) -> None:
+        chunk_bytes, place = self._shape.chunk_bytes, 0
         while place < flat.size:
             step = min(chunk_bytes - (used + place) % chunk_bytes, flat.size - place)
             self._partial_crc = crc32c(flat[place : place + step], self._partial_crc)
@@ -122,7 +131,7 @@ class ShardFile:
                 self._partial_crc = 0
 
     def finish(self, erased: list[tuple[int, int]]) -> NDArray[np.uint32]:
-        """Erase ranges of rows (first, number), pad, add the index, sync; crc32c of each chunk."""
+        """Erase ranges of rows (first, number), pad, add the index; crc32c of each chunk."""
         shape = self._shape
         padding = -self._num_rows % shape.chunk_rows * shape.row_bytes
         self._add(np.zeros(padding, np.uint8))
@@ -138,11 +147,14 @@ class ShardFile:
             self._crcs[chunk] = crc32c(rows)
         index = shape.index(self._num_rows)
         durable.write_all(self._descriptor, index, len(self._crcs) * shape.chunk_bytes)
-        os.fdatasync(self._descriptor)
         return np.array(self._crcs, np.uint32)
 
+    def sync(self) -> None:
+        """Make the finished file durable; what takes long, as all of it goes to the disk."""
+        os.fdatasync(self._descriptor)
+
     def publish(self) -> None:
-        """Give the finished file its name."""
+        """Give the synced file its name."""
         durable.rename(self._temporary, self._file)
 
     def read(self, first: int, number: int) -> Bytes:

@@ -1,17 +1,19 @@
-"""Rows to shard files in a thread of its own: bounded queue, checksums, fence, commit.
+"""Rows to shard files in threads of its own: bounded queue, checksums, fence, commit.
 
-The first error of the thread is raised at the owner's next call and each one after; what was queued
-behind it is dropped and its buffers are given back. Only a commit makes a shard exist, so nothing
-that ran after an error can be seen.
+One thread writes, one computes checksums of what is being written, and one syncs and commits the
+shard before, so that the disk has work while the next shard comes. Their first error is raised at
+the owner's next call and each one after; what was queued behind it is dropped and its buffers are
+given back. Only a commit makes a shard exist, so nothing that ran after an error can be seen.
 Letters: N rows of a batch, M of its `last`, K layers, R bytes of a stored row.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,8 +37,13 @@ class StoreWriter:
 
     def __init__(self, store: Store, leases: Leases, *, depth: int) -> None:
         self._store, self._leases, self._depth = store, leases, depth
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
+        self._thread, self._closer, self._checksums = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"store-{name}")
+            for name in ("writer", "closer", "checksums")
+        )
         self._pending: deque[Future[None]] = deque()
+        # the shard before; the writer's thread sets it
+        self._closing: Future[None] | None = None
         self._error: BaseException | None = None
         self._shard: _OpenShard | None = None
         self.wait_s = 0.0
@@ -47,7 +54,7 @@ class StoreWriter:
         if self._shard is not None:
             raise ValueError(f"shard {self._shard.lease.shard_id} is not finished yet")
         self._raise()
-        shard = self._shard = _OpenShard(self._store, lease)
+        shard = self._shard = _OpenShard(self._store, lease, self._checksums)
         self._queue(shard, shard.open)
 
     def put(self, hidden_NKR: Bytes, last_MR: Bytes | None, release: Callable[[], None]) -> None:
@@ -80,6 +87,7 @@ class StoreWriter:
         """
         shard = self._current()
         self._queue(shard, lambda: shard.finish(amax, clipped, bad, halved))
+        self._queue(shard, shard.publish)
         self.wait()
 
     def read_back(self, i: int) -> tuple[Bytes, Bytes]:
@@ -102,10 +110,23 @@ class StoreWriter:
         *,
         halved: bool,
     ) -> None:
-        """Finish and commit in the thread and return at once; see `finish` for the arguments."""
+        """Finish and commit in the background and return at once; see `finish` for the arguments.
+
+        At most two shards are under way: the one being written, and the one being synced.
+        """
         shard = self._current()
-        self._queue(shard, lambda: shard.finish(amax, clipped, bad, halved))
-        self._queue(shard, shard.commit)
+
+        def close() -> None:
+            shard.publish()
+            shard.commit()
+
+        def finish() -> None:
+            shard.finish(amax, clipped, bad, halved)
+            if self._closing is not None:
+                self._closing.result()
+            self._closing = self._closer.submit(self._run, shard, close, lambda: None)
+
+        self._queue(shard, finish)
         self._shard = None
 
     def abort(self) -> None:
@@ -118,15 +139,22 @@ class StoreWriter:
         """Wait until all that was queued is done; raise the first error."""
         while self._pending:
             self._pending.popleft().result()
+        if self._closing is not None:
+            self._closing.result()
         self._raise()
 
     def close(self) -> None:
-        """Finish what was submitted, drop what was begun, end the thread; raise the first error."""
+        """Finish what was submitted, drop what was begun, end threads; raise the first error."""
         self.abort()
         try:
             self.wait()
         finally:
-            self._thread.shutdown()
+            self._end()
+
+    def _end(self) -> None:
+        # in the order in which each gives work to the next
+        for thread in (self._thread, self._closer, self._checksums):
+            thread.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -142,7 +170,7 @@ class StoreWriter:
             return
         # the caller's own error goes first; ours is most likely what it is about
         self.abort()
-        self._thread.shutdown()
+        self._end()
 
     def _current(self) -> _OpenShard:
         if self._shard is None:
@@ -170,12 +198,12 @@ class StoreWriter:
     def _run(
         self, shard: _OpenShard, work: Callable[[], None], release: Callable[[], None]
     ) -> None:
-        """In the thread: do the work unless something failed before, keep the first error."""
+        """In a thread: do the work unless something failed before, keep the first error."""
         try:
             if self._error is None:
                 work()
         except BaseException as error:
-            self._error = _explained(error, shard)
+            self._error = self._error or _explained(error, shard)
         finally:
             if self._error is not None:
                 shard.drop()
@@ -183,10 +211,11 @@ class StoreWriter:
 
 
 class _OpenShard:
-    """The files of the shard being written; all but `read_back` runs in the writer's thread."""
+    """The files of a shard; all but `read_back` runs in the writer's threads, one at a time."""
 
-    def __init__(self, store: Store, lease: Lease) -> None:
-        self.store, self.lease = store, lease
+    def __init__(self, store: Store, lease: Lease, checksums: Executor) -> None:
+        self.store, self.lease, self._checksums = store, lease, checksums
+        self._dropping = threading.Lock()
         self._files: list[ShardFile] = []
         self._record: Commit | None = None
         self._samples = store.table.of_shard(lease.shard_id)
@@ -195,11 +224,11 @@ class _OpenShard:
         path, shard_id = self.store.path, self.lease.shard_id
         with self.lease.fence():
             remove_leftovers(path, shard_id)
-        hidden = ShardFile(path / paths.hidden_file(shard_id), self.store.hidden_shape)
-        self._files.append(hidden)
+        arrays = [(paths.hidden_file(shard_id), self.store.hidden_shape)]
         if self.store.last_shape is not None:
-            last = ShardFile(path / paths.last_file(shard_id), self.store.last_shape)
-            self._files.append(last)
+            arrays.append((paths.last_file(shard_id), self.store.last_shape))
+        for name, shape in arrays:
+            self._files.append(ShardFile(path / name, shape, self._checksums))
 
     def append(self, hidden_NKR: Bytes, last_MR: Bytes | None) -> None:
         arrays = [hidden_NKR, last_MR][: len(self._files)]
@@ -248,6 +277,10 @@ class _OpenShard:
             states=states,
             is_halved=halved,
         )
+
+    def publish(self) -> None:
+        for file in self._files:
+            file.sync()
         with self.lease.fence():
             for file in self._files:
                 file.publish()
@@ -286,9 +319,11 @@ class _OpenShard:
 
     def drop(self) -> None:
         """Close the files, remove what was not renamed, give the lease back; again is harmless."""
-        while self._files:
-            self._files.pop().close()
-        self.lease.release()
+        # the thread that hands a shard over and the one that takes it may both meet an error
+        with self._dropping:
+            while self._files:
+                self._files.pop().close()
+            self.lease.release()
 
 
 def _explained(error: BaseException, shard: _OpenShard) -> BaseException:

@@ -1,10 +1,11 @@
 """The store's writer against raw pwrite of the same bytes: fsync on both sides, rounds in turn.
 
-    python tests/bench/store_write.py DIR [--samples 400] [--rounds 3] [--hidden 4096]
+    python tests/bench/store_write.py DIR [--samples 400] [--rounds 3] [--hidden 4096] [--note TEXT]
 
 Writes stores of random bf16 rows into DIR, removes them, and prints wall time and processor time of
 each way; writes store_write.json into $OUT where that is set. The writer checks, indexes, syncs,
-renames and commits; raw pwrite writes the batches' bytes into one file a shard and syncs it.
+renames and commits, as in a capture after its gate; raw pwrite writes the batches' bytes into one
+file a shard and syncs it. A round runs raw, ours, raw: its ratio is of the same minute.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shutil
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import tiny_store
 
 ROWS_PER_SHARD = 8192
+WAYS = ("pwrite", "store")
 
 
 class Batches:
@@ -63,8 +63,7 @@ def by_store(plan: Any, store: Store, batches: Batches) -> None:
             writer.begin(lease)
             for hidden_NKR, last_MR in batches.of(lease.shard_id):
                 writer.put(hidden_NKR, last_MR, lambda: None)
-            writer.finish(amax, clipped, {}, halved=False)
-            writer.commit()
+            writer.submit(amax, clipped, {}, halved=False)
 
 
 def by_pwrite(plan: Any, folder: Path, batches: Batches) -> None:
@@ -77,6 +76,29 @@ def by_pwrite(plan: Any, folder: Path, batches: Batches) -> None:
                 place += array.nbytes
         os.fdatasync(file)
         os.close(file)
+
+
+def one_round(plan: Any, batches: Batches, directory: Path) -> dict[str, tuple[float, float]]:
+    """Wall and processor seconds of each way; raw before and after ours, and their mean."""
+    raw = []
+    for is_after in (False, True):
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            raw.append(timed(lambda folder=Path(folder): by_pwrite(plan, folder, batches)))
+        if is_after:
+            break
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            store = tiny_store.build(plan, Path(folder) / "hs")
+            ours = timed(lambda store=store: by_store(plan, store, batches))
+    wall_s, cpu_s = (statistics.mean(part) for part in zip(*raw, strict=True))
+    return {"pwrite": (wall_s, cpu_s), "store": ours}
+
+
+def file_system(directory: Path) -> str:
+    """The kind that a directory is on."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    real = f"{directory.resolve()}/"
+    holding = [one for one in mounts if real.startswith(one[1].rstrip("/") + "/")]
+    return max(holding, key=lambda one: len(one[1]))[2]
 
 
 def timed(work: Callable[[], None]) -> tuple[float, float]:
@@ -92,6 +114,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--note", default="", help="what else is to be known of the machine")
     options = parser.parse_args()
     plan = tiny_store.make_plan(options.samples, rows=ROWS_PER_SHARD, hidden_size=options.hidden)
     batches = Batches(plan)
@@ -101,29 +124,28 @@ def main() -> None:
         for arrays in batches.of(shard_id)
         for array in arrays
     )
-    spent: dict[str, list[tuple[float, float]]] = {"store": [], "pwrite": []}
-    for _ in range(options.rounds):
-        with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-            raw = Path(folder)
-            spent["pwrite"].append(timed(lambda raw=raw: by_pwrite(plan, raw, batches)))
-        with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-            store = tiny_store.build(plan, Path(folder) / "hs")
-            spent["store"].append(timed(lambda store=store: by_store(plan, store, batches)))
-    walls = {way: statistics.median(wall for wall, _ in times) for way, times in spent.items()}
+    rounds = [one_round(plan, batches, options.directory) for _ in range(options.rounds)]
+    walls, cpus = ({way: [one[way][part] for one in rounds] for way in WAYS} for part in range(2))
+    ratios = [one["pwrite"][0] / one["store"][0] for one in rounds]
     result = {
-        "machine": platform.processor() or platform.machine(),
-        "file_system": shutil.disk_usage(options.directory).total,
-        "gb": size / 1e9,
-        "gb_per_s": {way: size / wall / 1e9 for way, wall in walls.items()},
-        "processor_s": {
-            way: statistics.median(processor for _, processor in times)
-            for way, times in spent.items()
+        "cores": os.cpu_count(),
+        "file_system": file_system(options.directory),
+        "rounds": options.rounds,
+        "gb": round(size / 1e9, 3),
+        "shards": sum(plan.layout.num_shards),
+        "gb_per_s": {way: round(size / statistics.median(walls[way]) / 1e9, 3) for way in WAYS},
+        "processor_s": {way: round(statistics.median(cpus[way]), 3) for way in WAYS},
+        "of_pwrite": {
+            "median": round(statistics.median(ratios), 3),
+            "rounds": [round(ratio, 3) for ratio in ratios],
         },
-        "of_pwrite": walls["pwrite"] / walls["store"],
+        "note": options.note,
     }
     print(json.dumps(result))
     if "OUT" in os.environ:
-        (Path(os.environ["OUT"]) / "store_write.json").write_text(json.dumps(result, indent=1))
+        (Path(os.environ["OUT"]) / "store_write.json").write_text(
+            json.dumps(result, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

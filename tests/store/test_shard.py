@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,16 @@ SHAPE = ShardShape((3, 4), 8, 4)
 def written(file: Path, sizes: list[int], erased: list[tuple[int, int]]) -> np.ndarray:
     """A shard of random rows in pieces of these sizes; its rows as they should read."""
     rows = np.random.default_rng(1).integers(1, 255, (sum(sizes), *SHAPE.row), np.uint8)
-    shard, place = ShardFile(file, SHAPE), 0
-    for size in sizes:
-        shard.append(rows[place : place + size])
-        place += size
-    crcs = shard.finish(erased)
+    with ThreadPoolExecutor(1) as checksums:
+        shard, place = ShardFile(file, SHAPE, checksums), 0
+        for size in sizes:
+            piece = rows[place : place + size].copy()
+            shard.append(piece)
+            # it is the caller's again
+            piece[:] = 0
+            place += size
+        crcs = shard.finish(erased)
+    shard.sync()
     shard.publish()
     shard.close()
     for first, number in erased:
@@ -47,10 +53,11 @@ def test_erased_rows_are_zero_and_have_their_checksum(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_a_shard_holds_are_refused(tmp_path: Path) -> None:
-    shard = ShardFile(tmp_path / "0", SHAPE)
-    shard.append(np.zeros((33, *SHAPE.row), np.uint8))
-    with pytest.raises(ValueError, match="more than"):
-        shard.finish([])
+    with ThreadPoolExecutor(1) as checksums:
+        shard = ShardFile(tmp_path / "0", SHAPE, checksums)
+        shard.append(np.zeros((33, *SHAPE.row), np.uint8))
+        with pytest.raises(ValueError, match="more than"):
+            shard.finish([])
     shard.close()
     assert list(tmp_path.iterdir()) == []
 

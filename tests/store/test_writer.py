@@ -152,6 +152,59 @@ def test_put_waits_while_the_queue_is_full_and_every_buffer_comes_back(
     assert released == list(range(8))
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_next_shard_is_written_while_the_one_before_is_synced(
+    fails: bool,
+    tiny: ModuleType,
+    plan: Any,
+    empty_store: Any,
+    leases: Leases,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_syncing, may_go_on, released = threading.Event(), threading.Event(), list[int]()
+    real = ShardFile.sync
+
+    def slow(self: ShardFile) -> None:
+        is_syncing.set()
+        may_go_on.wait(10)
+        if fails:
+            raise OSError(5, "Input/output error")
+        real(self)
+
+    monkeypatch.setattr(ShardFile, "sync", slow)
+    first, second = leases.acquire(SHARD), leases.acquire(ShardId(1, 1))
+    writer = StoreWriter(empty_store, leases, depth=4)
+    writer.submit(tiny.put_shard(plan, writer, first), clipped(plan), {}, halved=False)
+    writer.begin(second)
+    hidden_NKR, last_MR = np.zeros((1, 3, 16), np.uint8), np.zeros((1, 16), np.uint8)
+    for k in range(3):
+        writer.put(hidden_NKR, last_MR, lambda k=k: released.append(k))
+    assert is_syncing.wait(10)
+    end = time.monotonic() + 10
+    while released != [0, 1, 2] and time.monotonic() < end:
+        time.sleep(0.01)
+    # written while the first waits for its disk, and nothing is committed by then
+    assert released == [0, 1, 2]
+    assert first.is_held
+    assert empty_store.refresh() == []
+    may_go_on.set()
+    if fails:
+        with pytest.raises(ValueError, match=r"shard b1/0 of .* cannot be written.*Input/output"):
+            writer.wait()
+        writer.abort()
+        assert (first.is_held, second.is_held) == (False, False)
+        with pytest.raises(ValueError, match="shard b1/0"):
+            writer.close()
+        assert empty_store.refresh() == []
+        for shard_id in (SHARD, ShardId(1, 1)):
+            folder = (empty_store.path / paths.hidden_file(shard_id)).parent
+            assert list(folder.iterdir()) == []
+        return
+    writer.abort()
+    writer.close()
+    assert empty_store.refresh() == [SHARD]
+
+
 def test_after_an_error_buffers_come_back_and_each_call_raises_it(
     plan: Any, empty_store: Any, leases: Leases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
