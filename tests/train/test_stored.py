@@ -184,7 +184,7 @@ def test_a_trainer_waits_for_the_calibration_and_says_so(
     plan = tiny.make_plan(3, hidden_size=WIDTH, hidden_mode="int4", last_mode="none")
     planned = tiny.build(plan, tmp_path / "hs")
     said: list[str] = []
-    log: Any = SimpleNamespace(say=said.append, state=said.append)
+    log: Any = SimpleNamespace(say_once=said.append, state=said.append)
     wish: Any = SimpleNamespace(is_asked=lambda: len(said) > 500)
     monkeypatch.setattr(setup, "IDLE_S", 0.01)
 
