@@ -21,7 +21,6 @@ from dflash_pipeline.store.access import (
     Range,
     Say,
     drop_cached,
-    open_whole,
 )
 
 # pages stay cached while all rows take no more than this share of the memory
@@ -77,6 +76,9 @@ def open_access(
         say(f"feed.io = auto: read, too few rows are there to measure; {kept}")
         return ways["read"]
     trials = _measure(ways, num_threads, places, is_cold=drops_cache)
+    if not trials:
+        say(f"feed.io = auto: read, the rows to measure with were released; {kept}")
+        return ways["read"]
     chosen = best(trials)
     figures = ", ".join(
         f"{name} {trial.rate / 1e9:.2f} GB/s and {trial.cpu_s_per_gb:.2f} CPU-s/GB"
@@ -140,7 +142,11 @@ def _start_of(place: Range) -> Range:
 
 
 def _make_cold(place: Range) -> None:
-    descriptor = open_whole(place, os.O_RDONLY)
+    try:
+        descriptor = os.open(place.file, os.O_RDONLY)
+    except FileNotFoundError:
+        # released since: `_try` passes it over
+        return
     drop_cached(descriptor, place)
     os.close(descriptor)
 
@@ -153,6 +159,12 @@ def _try(way: Access, places: deque[Range], buffer: Bytes, end: float) -> tuple[
             place = places.popleft()
         except IndexError:
             break
-        way.read(place, buffer[: place.num_bytes])
+        try:
+            way.read(place, buffer[: place.num_bytes])
+        except ValueError:
+            # of a rolling store, where a shard may be released any moment
+            if place.file.exists():
+                raise
+            continue
         num_bytes += place.num_bytes
     return num_bytes, time.thread_time() - begin

@@ -172,7 +172,8 @@ def presence_text(store: Path, consumer: Consumer) -> str:
     except OSError:
         return "not running"
     try:
-        if durable.lock(descriptor, 0):
+        # only asked: a lock taken here would refuse the run itself if it started just now
+        if not durable.is_locked(descriptor, 0):
             return "not running"
         age_s = max(0.0, time.time() - os.fstat(descriptor).st_mtime)
         return f"last sign of life {duration(age_s)} ago"

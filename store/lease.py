@@ -106,8 +106,11 @@ class Leases:
         host = socket.gethostname()
         name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}.json"
         self._beat_file = self._holders / name
-        self._beat = os.open(self._beat_file, flags | os.O_EXCL, 0o644)
+        # locked before it has its name: another worker's sweep takes one that is not for a dead one
+        unnamed = durable.temporary_name(self._beat_file)
+        self._beat = os.open(unnamed, flags | os.O_EXCL, 0o644)
         durable.lock(self._beat, 0)
+        os.rename(unnamed, self._beat_file)
         self._who = {"host": host, "pid": os.getpid()}
         self._held: dict[int, Lease] = {}
         # the writer's thread gives leases back while the main loop beats

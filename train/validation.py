@@ -44,11 +44,16 @@ def _replayed(training: Training, beat: Callable[[int], None]) -> tuple[float, i
     step, group, stores = training.progress.step, training.group, training.stores
     training.validated_step = step
     kept = kept_samples([store.table for store in stores], training.run.train)
+    # whoever seals waits for a release under way, and none begins after the last commit: what is
+    # there once that was seen stays
+    is_sealed = [store.is_sealed for store in stores]
+    for store in stores:
+        store.refresh()
     ours = [
         (number, sample)
         for number, store in enumerate(stores)
         for sample in held_out(store)
-        if kept[number][sample] and not _may_go(training, number, sample)
+        if kept[number][sample] and (is_sealed[number] or not _is_used(training, number, sample))
     ]
     # while following, ranks may have seen different shards: rank 0's list counts
     listed = json.loads(group.agree(f"held out/{step}", json.dumps(ours)))
@@ -58,7 +63,9 @@ def _replayed(training: Training, beat: Callable[[int], None]) -> tuple[float, i
     totals = torch.zeros(2, dtype=torch.float64, device=training.metrics.sums.device)
     drafter = training.drafter
     for number, store in enumerate(stores):
-        store.refresh()
+        if group.rank:
+            # to read what rank 0 has seen
+            store.refresh()
         own = [sample for owner, sample in chosen[group.rank :: group.world] if owner == number]
         for begin in range(0, len(own), _BEAT_SAMPLES):
             for sample in own[begin : begin + _BEAT_SAMPLES]:
@@ -75,12 +82,10 @@ def _replayed(training: Training, beat: Callable[[int], None]) -> tuple[float, i
     return num_kept / max(num_cycles, 1), int(num_cycles)
 
 
-def _may_go(training: Training, number: int, sample: int) -> bool:
-    """Whether a sample may be deleted while it is read: this run has used its shard."""
-    store = training.stores[number]
-    shard_id = store.table.shard_id(sample)
-    # once all is captured nothing is released
-    return not store.is_complete and training.consumption.has_used(number, shard_id)
+def _is_used(training: Training, number: int, sample: int) -> bool:
+    """Whether this run has told that it used the sample's shard, which may go any moment then."""
+    shard_id = training.stores[number].table.shard_id(sample)
+    return training.consumption.has_used(number, shard_id)
 
 
 def judged(progress: Progress, tau: float, min_gain: float) -> Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,25 @@ def test_auto_takes_no_way_that_is_refused(
     assert no_direct
     assert "refuses O_DIRECT" in said[0]
     assert ", direct " not in said[1]
+
+
+@pytest.mark.parametrize("memory", [1, 1 << 40])
+@pytest.mark.parametrize("is_all", [False, True])
+def test_shards_that_are_released_meanwhile_are_passed_over(
+    is_all: bool, memory: int, places: list[Range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "memory_bytes", lambda: memory)
+    gone = [replace(place, file=place.file.with_name("gone")) for place in places[::2]]
+    said: list[str] = []
+    way = open_access("auto", 2, gone if is_all else [*gone, *places[1::2]], 10, said.append)
+    assert way.name == "read" if is_all else way.name in ("read", "mmap", "direct")
+    assert ("were released" in said[0]) == is_all
+
+
+def test_a_damaged_file_is_not_passed_over(places: list[Range]) -> None:
+    damaged = [replace(place, file_bytes=SIZE + 1) for place in places]
+    with pytest.raises(ValueError, match=f"has {SIZE} bytes, expected {SIZE + 1}"):
+        open_access("auto", 1, damaged, 10, print)
 
 
 def test_the_memory_of_this_machine_is_known() -> None:

@@ -33,6 +33,27 @@ def test_a_held_shard_cannot_be_acquired_twice(plan: Any, tmp_path: Path) -> Non
         assert theirs.acquire(shard) is not None
 
 
+def test_a_sweep_beside_a_start_takes_no_worker_for_a_dead_one(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "hs", durable.lock
+    with leases_of(path, plan) as before:
+
+        def sweeps_before_the_lock(descriptor: int, byte: int, *, wait: bool = False) -> bool:
+            patch.setattr(durable, "lock", real)
+            before.sweep()
+            return real(descriptor, byte, wait=wait)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "lock", sweeps_before_the_lock)
+            started = leases_of(path, plan)
+        assert started._beat_file.exists()
+        before.sweep()
+        assert started._beat_file.exists()
+        started.close()
+        assert not started._beat_file.exists()
+
+
 def test_claims_follow_the_claim_order_past_what_is_held_or_done(plan: Any, tmp_path: Path) -> None:
     order = claim_order(plan.layout.num_shards)
     with leases_of(tmp_path / "hs", plan) as mine, leases_of(tmp_path / "hs", plan) as theirs:

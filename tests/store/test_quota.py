@@ -290,6 +290,25 @@ def test_a_process_is_present_until_it_ends(rolling_store: Store) -> None:
     assert consumers.presence_text(store.path, row) == "not running"
 
 
+def test_who_looks_whether_a_run_lives_never_keeps_it_from_starting(
+    rolling_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, row = rolling_store, _row(rolling_store, 0, [])
+    Presence(store.path, row.id).close()
+    real, started = durable.is_locked, list[Presence]()
+
+    def starts_meanwhile(descriptor: int, byte: int) -> bool:
+        found = real(descriptor, byte)
+        started.append(Presence(store.path, row.id))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "is_locked", starts_meanwhile)
+        assert consumers.presence_text(store.path, row) == "not running"
+    assert consumers.presence_text(store.path, row).startswith("last sign of life")
+    started[0].close()
+
+
 def test_plain_zarr_reads_the_consumers_and_what_was_released(
     tiny: ModuleType, plan: Any, rolling_store: Store
 ) -> None:

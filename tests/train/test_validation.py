@@ -1,14 +1,24 @@
-"""The best checkpoint and the plateau, from taus alone."""
+"""The best checkpoint and the plateau, from taus alone; and which samples are replayed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from dflash_pipeline.configs.schema import TrainConfig
+from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import Run, TrainConfig
+from dflash_pipeline.store.reader import Store
+from dflash_pipeline.train import validation
 from dflash_pipeline.train.checkpoint import Progress
+from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.order import Position
+from dflash_pipeline.train.replay import held_out
+from dflash_pipeline.train.tally import Tally
 from dflash_pipeline.train.validation import is_on_plateau, judged
 
 BEGIN = Progress(0, Position(0, 0, 0), 0.0, 0, 0.0, 0)
@@ -40,3 +50,43 @@ def test_a_plateau_is_patience_long_and_never_without_patience() -> None:
     ]
     with pytest.raises(ValueError, match=r"train\.patience.*train\.validate_every"):
         TrainConfig(patience=2, validate_every=0)
+
+
+def test_samples_that_may_be_deleted_meanwhile_are_not_replayed_before_the_seal(
+    tiny: Any,
+    train_plan: Any,
+    growing_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = growing_store
+    tiny.capture(train_plan, store)
+    assert store.is_complete
+    candidates = held_out(store)
+    used = store.table.shard_id(candidates[0])
+    replayed: list[int] = []
+
+    def replay(_store: Store, samples: list[int], *_rest: Any) -> Tally:
+        replayed.extend(samples)
+        return Tally(num_drafts=3)
+
+    monkeypatch.setattr(validation, "replay", replay)
+    training: Any = SimpleNamespace(
+        progress=BEGIN,
+        group=Group(place, 5.0),
+        stores=[store],
+        run=train_run(validate_samples=100),
+        metrics=SimpleNamespace(sums=torch.zeros(1)),
+        drafter=SimpleNamespace(shape=None),
+        head=None,
+        consumption=SimpleNamespace(has_used=lambda _number, shard_id: shard_id == used),
+    )
+    # the last commit is there, but a release that began before it may still be under way
+    validation._replayed(training, lambda _step: None)
+    assert replayed == [i for i in candidates if store.table.shard_id(i) != used]
+    assert len(replayed) < len(candidates)
+    store.seal()
+    replayed.clear()
+    validation._replayed(training, lambda _step: None)
+    assert replayed == candidates
