@@ -5,11 +5,9 @@ Nothing heavy is imported here: the stages load in their own processes.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -219,13 +217,12 @@ def plan(
         for command, ids in ((capture, best.capture_ids), (train, best.train_ids))
     ]
     if as_json:
-        click.echo(json.dumps({**asdict(told), "commands": lines}, indent=1))
+        click.echo(foretold.json_text(told, lines))
         return 0
     for text in foretold.lines(told, run.train.epochs, price, parse_size(run.capture.quota)):
         click.echo(text)
-    how = "in two terminals" if best.name == "side by side" else "the second after the first"
-    click.echo(f"the better way is {best.name}; its commands, {how}:")
-    click.echo(f"  {lines[0]}\n  {lines[1]}")
+    for text in foretold.command_lines(best, lines):
+        click.echo(text)
     return end(0, lines[0], this_line())
 
 
@@ -283,13 +280,9 @@ def train(
         best, signal = fleet.train_variants(variants, out, devices, share_gpu, resume, per_gpu or 1)
         code = 128 + signal if signal else 0
         return end(code, measured(best), following.resuming(out))
-    entry, logs, extra = "dflash_pipeline.train.worker:main", f"{out}/logs", {"resume": resume}
     if torchrun.is_rank():
-        return torchrun.run_rank(entry, run, gpus, "train", logs, extra)
-    devices = devices_of(gpus, share_gpu)
-    named = ", ".join(run.train.stores or stores)
-    click.echo(f"train: {named} -> {out} on {devices}")
-    code = run_stage(entry, run, devices, "train", logs, extra, share_gpu)
+        return training.run_rank(run, gpus, resume)
+    code = training.train(run, stores, devices_of(gpus, share_gpu), share_gpu, resume)
     return end(code, measured(out), following.resuming(out))
 
 

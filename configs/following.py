@@ -77,11 +77,8 @@ def _written(
 ) -> str:
     found = ["dflash", str(command.name), *arguments]
     for parameter in command.params:
-        value = values.get(parameter.schema_key) if isinstance(parameter, SchemaOption) else None
-        if value is None:
-            continue
-        for one in value if isinstance(value, tuple) else (value,):
-            found += [parameter.opts[0]] if one is True else [parameter.opts[0], str(one)]
+        if isinstance(parameter, SchemaOption):
+            found += parameter.words(values.get(parameter.schema_key))
     found += ["--config", config] if config else []
     for text in sets:
         # a key that it does not read would only be in the way

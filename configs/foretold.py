@@ -1,11 +1,13 @@
-"""A prediction of `dflash plan` in lines for people."""
+"""A prediction of `dflash plan` in lines for people, and as JSON for programs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from dflash_pipeline.configs.costs import Mount
-from dflash_pipeline.configs.prediction import Prediction, Stage
+from dflash_pipeline.configs.prediction import Prediction, Stage, Way
 from dflash_pipeline.configs.sizes import size_text
 
 _RATES = {"capture": "tok/s", "train": "steps/s"}
@@ -32,6 +34,18 @@ def lines(found: Prediction, epochs: int, price: float, quota_bytes: int = 0) ->
     told.append(f"{epochs} epochs are {found.num_steps:,} steps at most")
     told.append(f"not measured: {'; '.join(found.not_measured)}")
     return told
+
+
+def command_lines(best: Way, commands: Sequence[str]) -> list[str]:
+    """The lines to type for the better way: capture's and train's."""
+    how = "in two terminals" if best.name == "side by side" else "the second after the first"
+    told = [f"the better way is {best.name}; its commands, {how}:"]
+    return told + [f"  {command}" for command in commands]
+
+
+def json_text(found: Prediction, commands: Sequence[str]) -> str:
+    """All of it, with the lines to type."""
+    return json.dumps({**asdict(found), "commands": list(commands)}, indent=1)
 
 
 def room_lines(mounts: Sequence[Mount], quota_bytes: int) -> list[str]:

@@ -66,11 +66,20 @@ def argument(
 
 
 class SchemaOption(click.Option):
-    """An option that stands for one field of the schema."""
+    """An option that stands for one field of the schema; `turns`: a flag that sets it to this."""
 
-    def __init__(self, *declarations: Any, schema_key: str, **keywords: Any) -> None:
+    def __init__(
+        self, *declarations: Any, schema_key: str, turns: bool | None, **keywords: Any
+    ) -> None:
         super().__init__(*declarations, **keywords)
-        self.schema_key = schema_key
+        self.schema_key, self.turns = schema_key, turns
+
+    def words(self, value: object) -> list[str]:
+        """What says `value` on a line; nothing for None, or where a flag cannot say it."""
+        if self.turns is not None or value is None:
+            return [self.opts[0]] if value is not None and value == self.turns else []
+        several = value if isinstance(value, tuple) else (value,)
+        return [word for one in several for word in (self.opts[0], str(one))]
 
 
 def resolve(context: click.Context) -> Run:
@@ -164,6 +173,7 @@ def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Funct
         flag,
         cls=SchemaOption,
         schema_key=key,
+        turns=turns,
         help=text,
         expose_value=False,
         callback=keep,

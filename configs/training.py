@@ -1,4 +1,4 @@
-"""Whether a training run can begin, or go on, where its line says: its stores and its directory."""
+"""The stage of `dflash train`, and whether it can begin or go on: its stores and its directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import click
 
 from dflash_pipeline.configs import inputs, status, torchrun
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import give, resolve
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
+from dflash_pipeline.configs.stage import run_stage
 
+ENTRY = "dflash_pipeline.train.worker:main"
 # how long a trainer waits for a capture that was started at the same time to be seen at work
 APPEAR_S = 5.0
 
@@ -94,3 +97,15 @@ def check_directory(out: str, resume: bool, is_sweep: bool) -> None:
 def _holds_logs_alone(out: Path) -> bool:
     """Only the logs of a start that failed: nothing there is worth a question."""
     return out.is_dir() and all(one.name == "logs" for one in out.iterdir())
+
+
+def train(run: Run, stores: Sequence[str], devices: Devices, share: bool, resume: bool) -> int:
+    """One process a device; the exit code. stores: their directories."""
+    named, out = ", ".join(run.train.stores or stores), run.train.out
+    click.echo(f"train: {named} -> {out} on {devices}")
+    return run_stage(ENTRY, run, devices, "train", f"{out}/logs", {"resume": resume}, share)
+
+
+def run_rank(run: Run, gpus: str, resume: bool) -> int:
+    """The rank that torchrun started this process as; the exit code."""
+    return torchrun.run_rank(ENTRY, run, gpus, "train", f"{run.train.out}/logs", {"resume": resume})

@@ -1,0 +1,45 @@
+"""What `dflash status` says of processes, and what to do about them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dflash_pipeline.configs.overview import json_text, lines, remedy
+from dflash_pipeline.configs.status import Status, new_status
+
+
+def _status(state: str, is_alive: bool = True) -> tuple[str, Status]:
+    status = new_status("capture", 0, "cpu")
+    status.state = state
+    status.start_ticks -= not is_alive
+    return "", status
+
+
+@pytest.mark.parametrize(
+    ("found", "is_open", "told"),
+    [
+        ([_status("running"), _status("done")], False, "1 of 2 at work: nothing to do"),
+        ([_status("running"), _status("failed")], False, "once the others have ended, run the"),
+        ([_status("running", is_alive=False)], False, "to go on, run the same command again"),
+        ([_status("stopped")], True, "to go on, run the same command again"),
+        ([_status("done")], True, "hs lacks shards, as after a repair: to go on, run its capture"),
+        ([_status("done")], False, "all of them are done"),
+    ],
+)
+def test_the_last_line_says_what_to_do(
+    found: list[tuple[str, Status]], is_open: bool, told: str
+) -> None:
+    assert remedy("hs", found, is_open).startswith(told)
+
+
+def test_people_and_programs_are_told_the_same() -> None:
+    variant, status = "shallow", _status("running", is_alive=False)[1]
+    status.done, status.total, status.unit, status.error = 5, 10, "rows", "it hangs"
+    first, progress, error = lines([(variant, status)])
+    assert first.startswith("shallow/capture-0  dead, was running  ")
+    assert progress.startswith("  capture: 5 of 10 rows (50 %)")
+    assert error == "  it hangs"
+    (found,) = json.loads(json_text([(variant, status)]))
+    assert (found["variant"], found["alive"], found["state"]) == ("shallow", False, "running")
