@@ -41,9 +41,9 @@ from dflash_pipeline.train import worker as train_worker
 from dflash_pipeline.train.decode import Task, decode, decode_plainly
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.drafting import ModelDrafting, as_stored
-from dflash_pipeline.train.export import read_checkpoint
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.journal import Journal
+from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.replay import replay
 from dflash_pipeline.train.tally import Tally
 from places import cpu_place

@@ -62,7 +62,7 @@ def save(
     """Write OUT/step-..., whole or not at all, and let OUT/last point to it.
 
     `state`, in host memory: what `Optimizer.state` gave, and `rng`, torch's CPU generator.
-    trained_on: see `export.trained_on`.
+    trained_on: see `remembered.trained_on`.
     """
     final = step_directory(out, progress.step)
     aside = out / f".{final.name}"

@@ -12,7 +12,8 @@ from torch import Tensor
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.store import Store
 from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.train.export import Checkpoint, embedding_hash
+from dflash_pipeline.train.loading import Checkpoint
+from dflash_pipeline.train.remembered import embedding_hash
 from dflash_pipeline.train.shape import DrafterShape
 
 

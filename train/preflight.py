@@ -21,12 +21,13 @@ from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import read_checkpoint, write_zlab
+from dflash_pipeline.train.export import write_zlab
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.follow import ORDER_FILE
 from dflash_pipeline.train.forward import EagerForward
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.loss import Teacher, teacher_spans
 from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.noise import Noise

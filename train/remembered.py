@@ -5,15 +5,21 @@ Loads no torch: the command line asks as well, before anything else does.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.spec import StoreSpec
 
 TRAINED_ON = "trained_on.json"
 """In a checkpoint's directory, where it was written here."""
+_HASHED_ROWS = 256
 
 
 def rendering(spec: StoreSpec) -> dict[str, str]:
@@ -23,6 +29,19 @@ def rendering(spec: StoreSpec) -> dict[str, str]:
         "template_hash": spec.template_hash,
         "template_args": spec.template_args,
     }
+
+
+def trained_on(store: Store) -> dict[str, str]:
+    """What a drafter remembers of its store: `rendering`, and which target's states it holds."""
+    named = {"target_id": store.spec.target_id, "embedding_hash": embedding_hash(store.embed())}
+    return rendering(store.spec) | named
+
+
+def embedding_hash(bits_VH: npt.NDArray[np.uint16]) -> str:
+    """sha256 of rows from all over an embedding, bits of bf16: tells targets apart in whatever
+    files they came, and costs nothing."""
+    rows = bits_VH[:: max(1, len(bits_VH) // _HASHED_ROWS)]
+    return hashlib.sha256(np.ascontiguousarray(rows).tobytes()).hexdigest()
 
 
 def remembered(directory: Path) -> Mapping[str, str]:

@@ -37,7 +37,7 @@ class Saver:
     ) -> None:
         """`state`: what each checkpoint will hold; only sizes and types count here.
 
-        trained_on: see `export.trained_on`.
+        trained_on: see `remembered.trained_on`.
         """
         self._out, self._shape, self._keep = out, shape, keep
         self._trained_on = trained_on

@@ -20,7 +20,6 @@ from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import trained_on
 from dflash_pipeline.train.forward import Forward, forward_of
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
@@ -30,6 +29,7 @@ from dflash_pipeline.train.noise import Noise
 from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.order import Catalog, Position, catalog, planned_steps
 from dflash_pipeline.train.profile import Profiler
+from dflash_pipeline.train.remembered import trained_on
 from dflash_pipeline.train.saver import Saver
 from dflash_pipeline.train.selection import doubled_lines, dropped_lines, kept_samples
 from dflash_pipeline.train.shape import DrafterShape, drafter_shape

@@ -8,7 +8,7 @@ import torch
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.rope import inverse_frequencies
 from dflash_pipeline.train.shape import DrafterShape
 

@@ -16,7 +16,7 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.published import published, task_of
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.loading import read_checkpoint
 
 ARM = "trained"
 # how far replay may be from decoding: the same cycles in fp32, in bf16 other roundings

@@ -20,8 +20,8 @@ import torch
 
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train.evaluate import drafters
-from dflash_pipeline.train.export import Checkpoint, read_checkpoint
 from dflash_pipeline.train.head import TargetHead
+from dflash_pipeline.train.loading import Checkpoint, read_checkpoint
 from dflash_pipeline.train.replay import held_out, replayed, replayed_lookup
 from dflash_pipeline.train.report import write_json
 from dflash_pipeline.train.tally import Answer

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dflash_pipeline.train import checkpoint
 from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.shape import DrafterShape
 

@@ -23,10 +23,12 @@ from dflash_pipeline.store.calibration import Calibrated
 from dflash_pipeline.store.rows import encode
 from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.table import HELD_OUT, TRAIN
-from dflash_pipeline.train import evaluate
+from dflash_pipeline.train import evaluate, replaying
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import embedding_hash, read_checkpoint, write_zlab
+from dflash_pipeline.train.export import write_zlab
 from dflash_pipeline.train.fits import check_fits
+from dflash_pipeline.train.loading import read_checkpoint
+from dflash_pipeline.train.remembered import embedding_hash
 from places import cpu_place
 from shapes import small_shape
 
@@ -332,7 +334,7 @@ def test_without_prompts_held_out_samples_are_replayed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(evaluate, "open_store", lambda _path: FakeStore())
+    monkeypatch.setattr(replaying, "open_store", lambda _path: FakeStore())
     run = dataclasses.replace(settings(checkpoint, prompts=()), store=StoreConfig(path="s"))
     evaluate.main(run, place, {}, lambda *_: pytest.fail("replay needs no target"))
     results = found(checkpoint)
@@ -368,7 +370,7 @@ def test_prompts_made_in_another_way_than_the_store_s_are_refused(
         evaluate.main(settings(checkpoint), place, {}, lambda *_: other)
     store = FakeStore()
     vars(store.spec).update(changed)
-    monkeypatch.setattr(evaluate, "open_store", lambda _path: store)
+    monkeypatch.setattr(replaying, "open_store", lambda _path: store)
     run = dataclasses.replace(settings(checkpoint, prompts=()), store=StoreConfig(path="s"))
     with pytest.raises(UsageError, match=words):
         evaluate.main(run, place, {}, lambda *_: None)
@@ -383,7 +385,7 @@ def test_another_target_of_the_same_dimensions_is_named(
     """Everything fits, and tau would be taken for the drafter's own."""
     store = FakeStore()
     run = dataclasses.replace(settings(checkpoint, prompts=()), store=StoreConfig(path="s"))
-    monkeypatch.setattr(evaluate, "open_store", lambda _path: store)
+    monkeypatch.setattr(replaying, "open_store", lambda _path: store)
     embed_bits_VH = opened().load().embed_VH.bfloat16().view(torch.int16).numpy().view(np.uint16)
     for bits_VH, is_decoded_foreign in ((embed_bits_VH, False), (store.embed(), True)):
         told = RENDERING | {"target_id": "theirs", "embedding_hash": embedding_hash(bits_VH)}

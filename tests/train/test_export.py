@@ -22,12 +22,8 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.train import export, layout
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import (
-    read_checkpoint,
-    serving_commands,
-    write_speculators,
-    write_zlab,
-)
+from dflash_pipeline.train.export import serving_commands, write_speculators, write_zlab
+from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
 from dflash_pipeline.train.tensorfile import write_tensors
 from places import cpu_place

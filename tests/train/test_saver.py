@@ -20,7 +20,7 @@ from torch import Tensor
 from dflash_pipeline.train import checkpoint
 from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.saver import Saver
 from dflash_pipeline.train.shape import DrafterShape
@@ -151,7 +151,7 @@ WRITER = """
     import torch
     from dflash_pipeline.train.checkpoint import Progress, newest
     from dflash_pipeline.train.drafter import Drafter
-    from dflash_pipeline.train.export import read_checkpoint
+    from dflash_pipeline.train.loading import read_checkpoint
     from dflash_pipeline.train.order import Position
     from dflash_pipeline.train.saver import Saver
 

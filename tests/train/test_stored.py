@@ -24,7 +24,7 @@ from dflash_pipeline.store.access import Plain
 from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.reader import Store, open_store
-from dflash_pipeline.train import evaluate, setup
+from dflash_pipeline.train import decoding, setup
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafting import as_stored
 from dflash_pipeline.train.feed import Feed
@@ -168,14 +168,14 @@ def test_as_stored_takes_the_calibration_of_the_store_or_asks_for_it(
 ) -> None:
     shape = replace(shape, layer_ids=(3, 5), hidden_size=WIDTH)
     run = Run(store=StoreConfig(path=str(store.path)), eval=EvalConfig(as_stored=True))
-    keywords = evaluate._rounding(run, shape).keywords  # type: ignore[attr-defined]
+    keywords = decoding._rounding(run, shape).keywords  # type: ignore[attr-defined]
     assert keywords["mode"] == store.spec.hidden_mode
     assert len(keywords["calibrations"]) == 2 * bool(store.calibration.hidden)
     int4: Any = replace(run, store=StoreConfig(hidden_mode="int4"))
     with pytest.raises(UsageError, match="needs the calibration: give --store"):
-        evaluate._rounding(int4, shape)
+        decoding._rounding(int4, shape)
     with pytest.raises(UsageError, match=r"reads layers \[2\], store"):
-        evaluate._rounding(run, replace(shape, layer_ids=(1, 2)))
+        decoding._rounding(run, replace(shape, layer_ids=(1, 2)))
 
 
 def test_a_trainer_waits_for_the_calibration_and_says_so(

@@ -10,7 +10,7 @@ import pytest
 from dflash_pipeline import cli
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.loading import read_checkpoint
 
 SWEEP = """
 [shallow]

@@ -14,7 +14,7 @@ import pytest
 
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.train.export import read_checkpoint
+from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.order import shard_number
 
 LIMIT_S = 120.0
