@@ -20,10 +20,6 @@ class PromptLookup:
         # tokens -> the place after their latest occurrence that is followed by a token
         self._after: dict[tuple[int, ...], int] = {}
 
-    def begin(self) -> None:
-        """Forget the last text."""
-        self._ids, self._after = [], {}
-
     def add(self, ids: Sequence[int]) -> None:
         """Append tokens of the text."""
         for token in ids:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,38 @@ def joined() -> Iterator[Callable[[Store, Order, Position], Consumption]]:
     yield join
     for one in made:
         one.close()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run that has drawn all that is there, and takes part."""
+
+    store: Store
+    order: Order
+    draws: list[Draw]
+    part: Consumption
+
+
+@pytest.fixture
+def begun(
+    tiny: Any,
+    train_plan: Any,
+    rolling_store: Store,
+    order_of: Callable[..., Any],
+    joined: Callable[..., Consumption],
+) -> Begun:
+    """Three shards are there."""
+    tiny.capture(train_plan, rolling_store, most=3)
+    order, _ = order_of(rolling_store)
+    return Begun(rolling_store, order, _all(order), joined(rolling_store, order, START))
+
+
+def _write_other(store: Store, has_used: bool) -> consumers.Consumer:
+    """Another run takes part, which has used all shards or none."""
+    used = np.full(len(_claimed(store)), has_used)
+    other = consumers.Consumer(7, "other", "/other", used)
+    consumers.write_row(store.path, other)
+    return other
 
 
 def order_directory(order: Order) -> Path:
@@ -195,8 +227,7 @@ def test_while_more_runs_are_awaited_no_store_counts_as_stalled_and_the_run_says
         time.sleep(0.03)
     assert said == []
     assert "before 2 training runs follow (--consumers 2): 1 more to start" in awaited([store])
-    other = consumers.Consumer(7, "other", "/other", np.zeros(len(_claimed(store)), bool))
-    consumers.write_row(store.path, other)
+    _write_other(store, has_used=False)
     assert "training runs follow" not in awaited([store])
     time.sleep(0.03)
     draw = order.draw(False)
@@ -217,8 +248,7 @@ def test_a_run_that_comes_as_the_last_one_ends_the_gathering(
     store = rolling_store
     rolling.make_rolling(store.path, store.layout, 2)
     tiny.capture(train_plan, store, most=3)
-    other = consumers.Consumer(7, "other", "/other", np.ones(len(_claimed(store)), bool))
-    consumers.write_row(store.path, other)
+    other = _write_other(store, has_used=True)
     order, _ = order_of(store)
     part = joined(store, order, START)
     # it is done with all of them, and the run that is left does not wait for another
@@ -245,49 +275,30 @@ def test_an_ordinary_store_never_counts_as_stalled(
 
 
 def test_a_run_that_was_dropped_ends_and_may_come_back_while_nothing_it_needs_is_gone(
-    tiny: Any,
-    train_plan: Any,
-    rolling_store: Store,
-    order_of: Callable[..., Any],
-    joined: Callable[..., Consumption],
+    begun: Begun, joined: Callable[..., Consumption]
 ) -> None:
-    store = rolling_store
-    tiny.capture(train_plan, store, most=3)
-    order, _ = order_of(store)
-    draws = _all(order)
-    part = joined(store, order, START)
+    store, order, part = begun.store, begun.order, begun.part
     (row,) = consumers.consumers(store.path, store.layout)
     assert row.name == str(order_directory(order))
     drop.drop(store.path, store.layout, row.name)
     with pytest.raises(ValueError, match=r"was dropped from .*--resume goes on if none"):
-        part.telling(draws[-1].after)()
+        part.telling(begun.draws[-1].after)()
     part.close()
     part = joined(store, order, START)
     part.leave()
     assert consumers.consumers(store.path, store.layout) == []
 
 
-def test_of_two_runs_the_slower_one_decides(
-    tiny: Any,
-    train_plan: Any,
-    rolling_store: Store,
-    order_of: Callable[..., Any],
-    joined: Callable[..., Consumption],
-) -> None:
-    store = rolling_store
-    tiny.capture(train_plan, store, most=3)
-    order, _ = order_of(store)
-    draws = _all(order)
-    part = joined(store, order, START)
-    other = consumers.Consumer(7, "other", "/other", np.zeros(len(_claimed(store)), bool))
-    consumers.write_row(store.path, other)
-    part.telling(draws[-1].after)()
+def test_of_two_runs_the_slower_one_decides(begun: Begun) -> None:
+    store, order, part, last = begun.store, begun.order, begun.part, begun.draws[-1]
+    _write_other(store, has_used=False)
+    part.telling(last.after)()
     store.refresh()
     assert store.num_released == 0
     assert part.has_used(0, claim_order(store.layout.num_shards)[0])
-    consumers.write_row(store.path, replace(other, used=np.ones(len(other.used), bool)))
+    _write_other(store, has_used=True)
     Releases(store).run()
-    assert store.num_released == len(order.used(draws[-1].after))
+    assert store.num_released == len(order.used(last.after))
 
 
 def test_a_store_under_a_quota_is_trained_on_once_by_runs_that_were_there_in_time(

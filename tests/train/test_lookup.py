@@ -37,9 +37,3 @@ def test_adding_piece_by_piece_is_adding_at_once() -> None:
     for part in ([1, 2], [3], [], [1, 2]):
         pieces.add(part)
     assert pieces.drafts(3) == lookup([1, 2, 3, 1, 2], 2).drafts(3) == [1, 2]
-
-
-def test_begin_forgets() -> None:
-    made = lookup([1, 2, 1])
-    made.begin()
-    assert made.drafts(2) == []
