@@ -55,6 +55,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores, answers, runs and drafters that lines may contradict."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DFLASH_CONFIG", raising=False)
+    # a line that is ended at its launch leaves its logs
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     Path("a.jsonl").write_text(json.dumps(ROW) + "\n")
     Path("a.json").write_text("{}")
     Path("bad.jsonl").write_text("no json\n" + json.dumps(ROW) + "\n")
