@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -11,8 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dflash_pipeline.store.access import ALIGNMENT
 from dflash_pipeline.store.reader import open_store
 
 
@@ -91,3 +95,29 @@ def flip() -> Callable[[Path, int], None]:
         file.write_bytes(content)
 
     return invert
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Random bytes that end at no whole block, at tmp_path / rows."""
+    path = tmp_path / "rows"
+    path.write_bytes(
+        np.random.default_rng(0).integers(0, 256, 9 * ALIGNMENT + 1234, np.uint8).tobytes()
+    )
+    return path
+
+
+@pytest.fixture
+def no_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A file system that refuses O_DIRECT at open; the attempts."""
+    attempts: list[int] = []
+    real = os.open
+
+    def open_buffered(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            attempts.append(flags)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", open_buffered)
+    return attempts

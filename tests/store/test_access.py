@@ -28,6 +28,7 @@ from dflash_pipeline.store.spec import ShardId
 
 BLOCK = ALIGNMENT
 SIZE = 9 * BLOCK + 1234
+"""Of the fixture `file`."""
 
 
 def _fail(text: str) -> None:
@@ -45,29 +46,6 @@ WAYS: dict[str, Callable[[bool], Access]] = {
 def way(request: pytest.FixtureRequest) -> Access:
     name, drops_cache = request.param
     return WAYS[name](drops_cache)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "rows"
-    path.write_bytes(np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes())
-    return path
-
-
-@pytest.fixture
-def no_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A file system that refuses O_DIRECT at open; the attempts."""
-    attempts: list[int] = []
-    real = os.open
-
-    def open_buffered(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & os.O_DIRECT:
-            attempts.append(flags)
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return real(path, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", open_buffered)
-    return attempts
 
 
 def test_any_range_is_read_into_any_address_and_nothing_beside_it(file: Path, way: Access) -> None:

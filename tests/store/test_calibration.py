@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from heavy_states import HIDDEN, MASSIVE, layers, states
 
 from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.calibration import (
@@ -14,24 +15,6 @@ from dflash_pipeline.store.calibration import (
     to_arrays,
 )
 from dflash_pipeline.store.quantise import encode
-
-HIDDEN = 192
-MASSIVE = [5, 17, 80, 150]
-
-
-def states(num_rows=400, seed=0):
-    """Heavy-tailed channels with a mean, four massive ones, and sinks in the first rows."""
-    random = np.random.default_rng(seed)
-    channels = np.random.default_rng(7)
-    scale_H, mean_H = channels.lognormal(sigma=0.7, size=HIDDEN), channels.normal(size=HIDDEN)
-    rows_NH = (random.standard_t(6, (num_rows, HIDDEN)) + mean_H) * scale_H
-    rows_NH[:, MASSIVE] *= 40
-    rows_NH[:4, 17] = 25000
-    return rows_NH.astype(np.float32)
-
-
-def layers(num=2):
-    return np.stack([states(seed=seed) for seed in range(num)], axis=1)
 
 
 def test_the_centre_is_the_median_and_the_massive_channels_are_kept():

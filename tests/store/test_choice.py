@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from dflash_pipeline.store import choice
@@ -17,29 +13,7 @@ from dflash_pipeline.store.choice import Trial, best, open_access
 
 BLOCK = ALIGNMENT
 SIZE = 9 * BLOCK + 1234
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "rows"
-    path.write_bytes(np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes())
-    return path
-
-
-@pytest.fixture
-def no_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A file system that refuses O_DIRECT at open; the attempts."""
-    attempts: list[int] = []
-    real = os.open
-
-    def open_buffered(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & os.O_DIRECT:
-            attempts.append(flags)
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-        return real(path, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", open_buffered)
-    return attempts
+"""Of the fixture `file`."""
 
 
 def test_processor_time_decides_between_equally_fast_ways() -> None:
