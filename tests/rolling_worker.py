@@ -27,6 +27,7 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.store import release
 from dflash_pipeline.store.consumers import consumers
 from dflash_pipeline.store.spec import Layout, ShardId
+from dflash_pipeline.train import window
 from dflash_pipeline.train import worker as train_worker
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.follow import Draw
@@ -49,7 +50,7 @@ def noting(record: str) -> Any:
 
 def keeping(folder: Path, rank: int) -> Any:
     """`learn`, which also keeps features, teacher's states and places of its batch."""
-    learn, numbers = train_worker.learn, itertools.count()
+    learn, numbers = window.learn, itertools.count()
 
     def kept(batch: Batch, *arguments: Any) -> None:
         assert batch.teacher is not None
@@ -82,7 +83,7 @@ def work(task: dict[str, Any]) -> None:
     run, place = from_dict(task["run"]), Place(**task["place"])
     release.write_released = telling(Path(task["releases"]))
     if Path(task["batches"]).is_dir():
-        train_worker.learn = keeping(Path(task["batches"]), place.rank)
+        window.learn = keeping(Path(task["batches"]), place.rank)
     if task["stage"] == "capture":
         capture_worker.main(run, place, task["extra"])
     else:

@@ -28,13 +28,12 @@ from dflash_pipeline.store.table import HELD_OUT, SampleTable
 from dflash_pipeline.train.feed import Feed, feed_access
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.group import Group
-from dflash_pipeline.train.optim import learning_rate
 from dflash_pipeline.train.order import Catalog, Ints, Position, catalog, segment_batches
 from dflash_pipeline.train.replay import held_out, replay
 from dflash_pipeline.train.selection import kept_samples
 from dflash_pipeline.train.setup import Training, build, compute_on, open_stores
-from dflash_pipeline.train.step import learn
 from dflash_pipeline.train.stop import StopWish
+from dflash_pipeline.train.window import take_step
 
 TRAIN_S = 8.0
 """Seconds of training."""
@@ -228,21 +227,12 @@ def _window(
 
 
 def _step(training: Training, feed: Feed, wish: StopWish) -> Draw:
-    """One step of the loop of `train/worker.py`."""
+    """One step as a run takes it."""
     if wish.is_asked():
         raise KeyboardInterrupt
-    run, optimizer, clock = training.run, training.optimizer, training.clock
     draw = feed.step(lambda: False, lambda: None)
     assert draw is not None, "it draws for ever"
-    for number, batch in enumerate(feed.batches(draw)):
-        training.noise.add(batch.feature_NKH, 1, number)
-        if number == len(draw.batches) - 1:
-            optimizer.expect_last()
-        learn(batch, training.forward, training.head, run.loss, optimizer, training.metrics, clock)
-    with clock.stage("reduce"):
-        optimizer.sum_up(wants_stop=False)
-    with clock.stage("optimizer"):
-        optimizer.step(learning_rate(0, training.num_steps, run.optim))
+    take_step(training, feed, draw, 1, lambda: False)
     training.journal.note(1, draw)
     return draw
 

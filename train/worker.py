@@ -21,12 +21,11 @@ from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.feed import Feed, feed_access
 from dflash_pipeline.train.follow import ORDER_FILE, Order
 from dflash_pipeline.train.group import Group
-from dflash_pipeline.train.optim import learning_rate
 from dflash_pipeline.train.setup import Training, build, compute_on, open_stores
-from dflash_pipeline.train.step import learn
 from dflash_pipeline.train.stop import StopVote, StopWish
 from dflash_pipeline.train.validation import is_on_plateau, validate
 from dflash_pipeline.train.watchdog import Watchdog
+from dflash_pipeline.train.window import take_step
 
 LESS_MEMORY = (
     "lower train.batch_anchors or train.batch_tokens (activations), or loss.position_chunk (logits)"
@@ -114,7 +113,7 @@ def _learn(
 ) -> bool:
     """Steps until the run is over; whether it was stopped before."""
     config, journal = training.run.train, training.journal
-    optimizer, metrics, clock = training.optimizer, training.metrics, training.clock
+    optimizer, metrics = training.optimizer, training.metrics
     draw, lr = None, 0.0
 
     def on_wait() -> None:
@@ -129,18 +128,7 @@ def _learn(
             break
         draw, step = coming, training.progress.step + 1
         training.profiler.before(step)
-        for number, batch in enumerate(feed.batches(draw)):
-            training.noise.add(batch.feature_NKH, step, number)
-            if number == len(draw.batches) - 1:
-                optimizer.expect_last()
-            learn(
-                batch, training.forward, training.head, training.run.loss, optimizer, metrics, clock
-            )
-        lr = learning_rate(training.progress.step, training.num_steps, training.run.optim)
-        with clock.stage("reduce"):
-            votes = optimizer.sum_up(wish.is_asked())
-        with clock.stage("optimizer"):
-            optimizer.step(lr)
+        lr, votes = take_step(training, feed, draw, step, wish.is_asked)
         training.progress = replace(training.progress, step=step, position=draw.after)
         journal.note(step, draw)
         training.profiler.after(step)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import OptimConfig, Run
-from dflash_pipeline.train import reduction, worker
+from dflash_pipeline.train import reduction, window, worker
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.finite import first_not_finite
 from dflash_pipeline.train.follow import Draw
@@ -70,13 +70,13 @@ def sums(run: Run, place: Place, extra: dict[str, Any]) -> None:
         for name, model in ways.items()
     }
     told, num_begun = dict[str, list[Tensor]](), list[int]()
-    for window, counts in enumerate(WINDOWS):
+    for turn, counts in enumerate(WINDOWS):
         for name, optimizer in optimizers.items():
             for number in range(counts[place.rank]):
                 is_last = number == counts[place.rank] - 1
                 if name == "within" and is_last:
                     optimizer.expect_last()
-                _learn(ways[name], optimizer, dtype, (window, place.rank, number))
+                _learn(ways[name], optimizer, dtype, (turn, place.rank, number))
             if name == "within":
                 num_begun.append(optimizer._reduction.num_started)
             optimizer.sum_up(wants_stop=False)
@@ -100,12 +100,12 @@ def sums(run: Run, place: Place, extra: dict[str, Any]) -> None:
 def _learn(
     model: _Part, optimizer: Optimizer, dtype: torch.dtype, seed: tuple[int, int, int]
 ) -> None:
-    window, rank, number = seed
-    generator = torch.Generator().manual_seed(100 * window + 10 * rank + number)
+    turn, rank, number = seed
+    generator = torch.Generator().manual_seed(100 * turn + 10 * rank + number)
     # a batch without a row, and one that leaves layers out, among them
     num_rows = 0 if (rank, number) == (1, 1) else 5
     rows = torch.randn(num_rows, WIDTH, generator=generator).to(dtype)
-    if window == BAD_WINDOW and rank == 0 and number == 0:
+    if turn == BAD_WINDOW and rank == 0 and number == 0:
         rows = rows * float("nan")
     loss = model(rows, 3 if (rank, number) == (0, 2) else 6).float().square().sum()
     loss.backward()
@@ -128,7 +128,7 @@ def train(run: Run, place: Place, extra: dict[str, Any]) -> None:
     """`dflash train`, whose samples of each step go to extra["record"]/RANK, and which at step 3 of
     rank extra["rank"] does what extra["at_step"] names. extra["empties"]: some batches lose their
     anchors, the same ones whichever rank gets them."""
-    learn, note = worker.learn, Journal.note
+    learn, note = window.learn, Journal.note
     acts: dict[str, Callable[[], None]] = {
         "": lambda: None,
         "is slow": lambda: time.sleep(2.5),
@@ -153,7 +153,7 @@ def train(run: Run, place: Place, extra: dict[str, Any]) -> None:
             file.write(json.dumps([draw.epoch, drawn]) + "\n")
         note(self, step, draw)
 
-    worker.learn, Journal.note = learns, notes  # type: ignore[method-assign]
+    window.learn, Journal.note = learns, notes  # type: ignore[method-assign]
     worker.main(run, place, extra)
 
 

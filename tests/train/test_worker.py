@@ -23,7 +23,7 @@ from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.place import POISON_VARIABLE, Place
 from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.train import worker
+from dflash_pipeline.train import window, worker
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import write_speculators, write_zlab
 from dflash_pipeline.train.follow import Draw
@@ -329,12 +329,12 @@ def test_steps_that_are_not_finite_are_named_and_end_the_run_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = train_run(max_bad_steps=3, log_every=2)
-    before = worker.learn
+    before = window.learn
 
     def spoiled(batch: Any, *others: Any) -> None:
         before(replace(batch, feature_NKH=batch.feature_NKH * float("nan")), *others)
 
-    monkeypatch.setattr(worker, "learn", spoiled)
+    monkeypatch.setattr(window, "learn", spoiled)
     last = "the last on this rank: step 4: NaN or Inf first in the stored features, .* sample-"
     with pytest.raises(ValueError, match=f"not finite in 4 steps in a row.*{last}"):
         worker.main(run, place, NEW)
