@@ -15,6 +15,7 @@ from dflash_pipeline.train.shape import FULL, SLIDING, DrafterShape, tensor_shap
 
 ZLAB_ARCHITECTURE = "DFlashDraftModel"
 SPECULATORS_ARCHITECTURE = "DFlashSpeculator"
+SPECULATORS_KIND = "speculators_model_type"
 
 
 def zlab_config(shape: DrafterShape) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def speculators_config(
         )
     return {
         "architectures": [SPECULATORS_ARCHITECTURE],
-        "speculators_model_type": "dflash",
+        SPECULATORS_KIND: "dflash",
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
@@ -117,6 +118,9 @@ def shape_from_speculators(config: Mapping[str, Any]) -> DrafterShape:
     # transformers takes seconds and nothing else in train/ needs it
     from transformers import Qwen3Config
 
+    kind = config.get(SPECULATORS_KIND, "dflash")
+    if kind != "dflash":
+        raise ValueError(f"{SPECULATORS_KIND} is {kind!r}: this is not plain DFlash")
     stated = config["transformer_layer_config"]
     if stated.get("model_type", "qwen3") != "qwen3":
         raise ValueError(f"its layers are {stated['model_type']}, expected qwen3")
@@ -163,17 +167,22 @@ def zlab_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
 
 
 def speculators_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of the speculators layout, full vocabulary."""
-    return zlab_tensors(shape) | {
-        "embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
-        "lm_head.weight": (shape.vocab_size, shape.hidden_size),
-    }
+    """Name and shape of each tensor of the speculators layout as it is written here, full
+    vocabulary."""
+    return zlab_tensors(shape) | target_tensors(shape)
 
 
-def vocabulary_maps(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
-    """What older speculators wrote beside it; for a full vocabulary 0.9 neither writes nor reads
-    them, and vLLM needs none."""
-    return {"t2d": (shape.vocab_size,), "d2t": (shape.vocab_size,)}
+def target_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """Of these, the target's own."""
+    size = (shape.vocab_size, shape.hidden_size)
+    return {"embed_tokens.weight": size, "lm_head.weight": size}
+
+
+def speculators_optional(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint of that layout may hold beside the drafter: the trainer of 0.9 leaves the
+    target's own out, and older ones wrote maps of the vocabulary, which a full one does not need.
+    """
+    return target_tensors(shape) | {"t2d": (shape.vocab_size,), "d2t": (shape.vocab_size,)}
 
 
 def differences(

@@ -47,23 +47,22 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     ValueError, in one line with the path, for anything that is not exactly that.
     """
     directory = checkpoint_directory(Path(path))
-    maps: dict[str, tuple[int, ...]] = {}
+    optional: dict[str, tuple[int, ...]] = {}
     try:
         config = _read_json(directory / "config.json")
         architecture = (config.get("architectures") or ["none"])[0]
-        if architecture == layout.ZLAB_ARCHITECTURE:
-            name, shape = "zlab", layout.shape_from_zlab(config)
-            expected = layout.zlab_tensors(shape)
-        elif architecture == layout.SPECULATORS_ARCHITECTURE:
+        # its trainer writes the name of its class instead, which is z-lab's as well
+        if architecture == layout.SPECULATORS_ARCHITECTURE or layout.SPECULATORS_KIND in config:
             name, shape = "speculators", layout.shape_from_speculators(config)
-            expected = layout.speculators_tensors(shape)
-            maps = layout.vocabulary_maps(shape)
+            optional = layout.speculators_optional(shape)
+        elif architecture == layout.ZLAB_ARCHITECTURE:
+            name, shape = "zlab", layout.shape_from_zlab(config)
         else:
             raise ValueError(
                 f"architecture {architecture}, expected {layout.ZLAB_ARCHITECTURE} or "
                 f"{layout.SPECULATORS_ARCHITECTURE}"
             )
-        tensors = _read_tensors(directory, expected, maps)
+        tensors = _read_tensors(directory, layout.zlab_tensors(shape), optional)
         trained_on = remembered(directory)
     except KeyError as error:
         raise ValueError(f"{directory}/config.json has no key {error}: not a DFlash drafter") from (
@@ -72,8 +71,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory} is not a drafter that can be read: {error}") from error
     if name == "speculators":
-        for extra in ("embed_tokens.weight", "lm_head.weight"):
-            del tensors[extra]
+        for extra in layout.target_tensors(shape):
+            tensors.pop(extra, None)
         # an offset from the drafter's id to the target's, and which of the target's it knows
         offset_V, known_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
         is_mapped = offset_V is not None and bool(offset_V.any())

@@ -204,6 +204,31 @@ def test_a_speculators_config_that_leaves_out_defaults_is_read(tmp_path: Path) -
     assert read_checkpoint(tmp_path / "out").shape == dataclasses.replace(of, num_target_layers=6)
 
 
+def test_a_checkpoint_is_read_as_the_trainer_of_speculators_leaves_it(tmp_path: Path) -> None:
+    of = shape(**SLIDING)
+    body, out = tensors(of), tmp_path / "out"
+    speculators(out, of, body)
+    config = config_of(out)
+    # 0.9.0: the name of its class, as z-lab's is called, and nothing of the target
+    config["architectures"] = ["DFlashDraftModel"]
+    (out / "config.json").write_text(json.dumps(config))
+    file = out / "model.safetensors"
+    stored = load_file(file)
+    own = {name: value for name, value in stored.items() if not name.startswith(("embed", "lm_"))}
+    assert len(own) == len(stored) - 2
+    save_file(own, file)
+    found = read_checkpoint(out)
+    assert (found.shape, found.layout) == (of, "speculators")
+    for name, tensor in body.items():
+        assert torch.equal(found.tensors[name], tensor.bfloat16())
+    save_file({name: value for name, value in own.items() if name != "norm.weight"}, file)
+    with pytest.raises(ValueError, match=r"missing norm.weight \[16\]"):
+        read_checkpoint(out)
+    (out / "config.json").write_text(json.dumps(config | {"speculators_model_type": "dspark"}))
+    with pytest.raises(ValueError, match="'dspark': this is not plain DFlash"):
+        read_checkpoint(out)
+
+
 def test_each_wrong_tensor_is_named_on_write(tmp_path: Path) -> None:
     body = tensors(shape())
     body["extra.weight"] = body.pop("norm.weight")
