@@ -27,10 +27,7 @@ from studies.arms import (
     needed_stores,
     objective_arms,
 )
-from studies.running import Deadline, Job, OutOfTime, run_jobs
-from studies.sizes import SIZES, TEMPERATURE, answer_jobs, config_text, is_sampled, prompt_of
-from studies.stages import Study
-from studies.statistics import (
+from studies.paired import (
     Difference,
     Score,
     Unpaired,
@@ -41,6 +38,9 @@ from studies.statistics import (
     smallest_mode,
     t_quantile,
 )
+from studies.running import Deadline, Job, OutOfTime, run_jobs
+from studies.sizes import SIZES, TEMPERATURE, answer_jobs, config_text, is_sampled, prompt_of
+from studies.stages import Study
 
 SEEDS = (0, 1, 2)
 

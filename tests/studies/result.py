@@ -16,10 +16,10 @@ from typing import Any
 
 from dflash_pipeline.train.follow import ORDER_FILE
 from studies.arms import BASE_STORE, FOLLOWED, Arm, following_arm, later_arms, objective_arms
+from studies.paired import Difference, Score, Unpaired, relative, smallest_mode
 from studies.scoring import LOOKUP, UNTRAINED, score_path
 from studies.sizes import is_sampled
 from studies.stages import Study, read_score
-from studies.statistics import Difference, Score, Unpaired, relative, smallest_mode
 
 ALL = "all"
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dflash_pipeline.store.reader import Store, open_store
-from dflash_pipeline.train.evaluate import drafters
+from dflash_pipeline.train.arms import drafters
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loading import Checkpoint, read_checkpoint
 from dflash_pipeline.train.replay import held_out, replayed, replayed_lookup

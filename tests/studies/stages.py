@@ -41,10 +41,10 @@ from studies.arms import (
     needed_stores,
     objective_arms,
 )
+from studies.paired import Score, best_arm
 from studies.running import Deadline, Job, OutOfTime, Started, environment, run_jobs
 from studies.scoring import LOOKUP, UNTRAINED, read_answers, score_path
 from studies.sizes import SIZES, answer_jobs
-from studies.statistics import Score, best_arm
 
 _POLL_S = 0.2
 
