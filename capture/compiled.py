@@ -2,18 +2,20 @@
 
 A layer is one region without a break, the same code for all layers of a class, for any number of
 sequences above one and any padded length; hooks stay outside. It is compiled in the warm-up, by the
-main thread; what would need another version later runs as it was. Only `Target.run` goes through
-it: the gate computes its truth by the plain layers, and so judges the compiled ones.
+main thread; what would need another version later runs as it was, and is counted. Only `Target.run`
+goes through it: the gate computes its truth by the plain layers, and so judges the compiled ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.fx.experimental import _config as symbols
 
 from dflash_pipeline.capture.shapes import Shape
@@ -27,29 +29,44 @@ SPREAD = (
 Later = Literal["eager_on_recompile", "fail_on_recompile"]
 
 
+@dataclass(slots=True)
+class Served:
+    """How often the layers ran, and how often by what was compiled."""
+
+    calls: int = 0
+    compiled_calls: int = 0
+
+    @property
+    def share(self) -> float:
+        """Of the calls, those that went through compiled code."""
+        return self.compiled_calls / self.calls if self.calls else 0.0
+
+
 def compile_layers(
     target: Target,
     shapes: Sequence[Shape],
     *,
     backend: str = "inductor",
     later: Later = "eager_on_recompile",
-) -> None:
+) -> Served:
     """Compile the layers of `target` by the extremes of the planned shapes; later, nothing more is.
 
     Layers of linear attention stay as they are. later: what becomes of a shape that the code does
-    not serve. One such target a process. UsageError for a family that cannot be compiled without a
-    break, and for a target that is spread over several GPUs.
+    not serve. One such target a process. Returns the counts from here on. UsageError for a family
+    that cannot be compiled without a break, and for a target that is spread over several GPUs.
     """
     if target.spread:
         raise UsageError(SPREAD)
     # the compiler keeps few versions of a function: those for another target must go
     torch._dynamo.reset()
     torch.compiler.set_stance("default")
+    served = Served()
+    compiled = {kind: _compiled(kind, backend, served) for kind in set(map(type, target.layers))}
     kinds = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
     for layer, kind in zip(target.layers, kinds or [""] * len(target.layers), strict=True):
         # its scan over chunks is another function for each length, or kernels of their own
         if kind != "linear_attention":
-            layer.forward = _switched(target, layer, _compiled(type(layer), backend))
+            layer.forward = _switched(target, layer, compiled[type(layer)], served)
     several = [shape for shape in shapes if shape[0] > 1]
     # sliding layers have a mask only where a batch is longer than their window
     chosen = [pick(several, key=_width) for pick in (min, max)] if several else []
@@ -65,6 +82,8 @@ def compile_layers(
         ) from error
     # one sequence alone is another version: rare, and not worth its compiling
     torch.compiler.set_stance(later)
+    served.calls = served.compiled_calls = 0
+    return served
 
 
 @contextlib.contextmanager
@@ -87,18 +106,30 @@ def num_compiled() -> int:
     return found
 
 
-def _compiled(kind: type[nn.Module], backend: str) -> Any:
-    """One for all layers of a class: `torch.compile` keeps what it has made with the function."""
-    return torch.compile(kind.forward, dynamic=True, fullgraph=True, backend=backend)
+def _compiled(kind: type[nn.Module], backend: str, served: Served) -> Any:
+    """One for all layers of a class, whose function keeps what was made for it."""
+    make = lookup_backend(backend)
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
+        made = make(graph, inputs, **options)
+
+        def run(*inputs: Any) -> Any:
+            served.compiled_calls += 1
+            return made(*inputs)
+
+        return run
+
+    return torch.compile(kind.forward, dynamic=True, fullgraph=True, backend=counted)
 
 
-def _switched(target: Target, layer: nn.Module, compiled: Any) -> Any:
+def _switched(target: Target, layer: nn.Module, compiled: Any, served: Served) -> Any:
     """A layer's forward: compiled while the target runs over batches, else as it was."""
     plain = layer.forward
 
     def forward(*inputs: Any, **named: Any) -> Any:
         if not target.is_running:
             return plain(*inputs, **named)
+        served.calls += 1
         _mark_static(inputs)
         _mark_static(tuple(named.values()))
         return compiled(layer, *inputs, **named)

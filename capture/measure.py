@@ -112,7 +112,7 @@ def measure(
     laps.take()
     store = build_store(trial, files, place.kind, chosen, dropped, "", 1, Silence().say, spent)
     plan_s = preflight_s + laps.take() - spent.render_s - spent.tokens_s
-    warmed = make_ready(target, store, trial.capture, log)
+    warmed, _ = make_ready(target, store, trial.capture, log)
     ready_s = laps.take()
     log.say(f"measuring the capture of {len(store.table):,} samples on {place.device}")
     heard, timed = _Heard(), list[BatchTime]()

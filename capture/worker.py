@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dflash_pipeline.capture.calibrating import calibrated
-from dflash_pipeline.capture.compiled import compile_layers
+from dflash_pipeline.capture.compiled import Served, compile_layers
 from dflash_pipeline.capture.forward import MORE_GPUS
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.offload import Offload
@@ -55,7 +55,7 @@ def work(run: Run, place: Place, files: TargetFiles) -> None:
             target = load_target(run, place, store, files)
         if slow := slow_fallback(files, place.kind):
             log.say(slow)
-        make_ready(target, store, run.capture, log)
+        _, served = make_ready(target, store, run.capture, log)
         where = target.spread or f"on {place.device}"
         log.say(f"{run.target.id} is ready {where} ({target.dtype})")
         try:
@@ -64,6 +64,8 @@ def work(run: Run, place: Place, files: TargetFiles) -> None:
         except KeyboardInterrupt:
             log.say("stopped; committed shards are kept, run the same command to go on")
             raise
+        if served:
+            log.say(f"compiled layers served {100 * served.share:.1f} % of the batches' layers")
     seal(store, run.capture)
     num_bad = int(np.count_nonzero(store.state_N))
     log.say(
@@ -96,16 +98,18 @@ def load_target(run: Run, place: Place, store: Store, files: TargetFiles) -> Tar
     return Target.load(files, layer_ids, place.device, dtype, run.target.num_gpus)
 
 
-def make_ready(target: Target, store: Store, config: CaptureConfig, log: Voice) -> Sequence[Shape]:
+def make_ready(
+    target: Target, store: Store, config: CaptureConfig, log: Voice
+) -> tuple[Sequence[Shape], Served | None]:
     """Compile the target, where that is wanted, and warm it up for the store's plan.
 
-    Returns the shapes that it was warmed up with.
+    Returns the shapes that it was warmed up with, and what counts the compiled layers' use.
     """
-    planned = planned_shapes(store.table, store.layout)
+    planned, served = planned_shapes(store.table, store.layout), None
     if config.compile:
         log.say("compiling the target's layers")
-        compile_layers(target, [shape for shapes in planned for shape in shapes])
-    return warm_up(target, extremes(planned))
+        served = compile_layers(target, [shape for shapes in planned for shape in shapes])
+    return warm_up(target, extremes(planned)), served
 
 
 def seal(store: Store, config: CaptureConfig) -> None:

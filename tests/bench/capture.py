@@ -1,14 +1,23 @@
-"""The capture's speed against a bare prefill of the same batches, and a loop of the peers' kind.
+"""The capture's speed, eager and compiled, against a bare prefill of the same batches, its floor,
+and a loop of the peers' kind.
 
-    python tests/bench/capture.py [--tiny] [--disk DIR] [--memory DIR] [--limit 150]
+    python tests/bench/capture.py [--part NAME ...] [--tiny] [--disk DIR] [--memory DIR]
 
-A target of Qwen3-8B's shape with random weights, made on the device; conversations of lognormal
-length (mean 951 tokens, sigma 0.8, at most 4,096), 20,000 of them planned. Prints a line for each
-figure, in real tokens a second, and writes capture.json into $OUT where that is set: padding of the
-plan; the bare prefill; ours to --disk and to --memory (a folder in memory) as int4 and as bf16, the
-gate passed before the clock starts; batches of 16 padded to their longest under a mask, copied and
-written one sample after another; the memory over 500 batches of mixed shapes. A part that would
-begin after `--limit` seconds is left out, and said to be. `--tiny` runs all of it on a CPU.
+Random weights made on the device; conversations of lognormal length (mean 951 tokens, sigma 0.8, at
+most 4,096), 20,000 of them planned. Each part is a process of its own, ended after its limit, and
+may be run alone; all of them take about eight minutes on one H200:
+
+    8b        shape of Qwen3-8B: padding of the plan; the bare prefill; ours to --disk and to
+              --memory (a folder in memory) as int4 and as bf16, the gate passed before the clock
+              starts, and the seconds until the first shard was committed; a loop of the peers'
+              kind: 16 samples padded under a mask, blocking copies, torch.save of each
+    8b compiled   the bare prefill and ours once more, then both with compiled layers
+    0.6b      shape of Qwen3-0.6B: the same, eager and compiled
+    27b       shape of Qwen3.5-27B, three layers of four linear attention: bare and ours
+    memory    what is held after 500 batches of mixed shapes more than after the first 50
+
+Prints a line for each figure: real tokens a second, share of the floor (`planned.floor_s`), ratios;
+writes capture.json into $OUT where that is set. `--tiny` runs all of it on a CPU.
 """
 
 from __future__ import annotations
@@ -17,11 +26,12 @@ import argparse
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,307 +39,112 @@ import numpy as np
 import torch
 import transformers
 
-from dflash_pipeline.capture.batches import plan
 from dflash_pipeline.capture.calibrating import calibrated
+from dflash_pipeline.capture.compiled import compile_layers, num_compiled
 from dflash_pipeline.capture.offload import BatchSizes, Offload
 from dflash_pipeline.capture.pack import Packer, index_batch
+from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shapes, shape_of
+from dflash_pipeline.capture.shards import Worker
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target
-from dflash_pipeline.capture.warmup import (
-    largest_batch,
-    num_positions,
-    planned_shapes,
-    warm_up,
-)
-from dflash_pipeline.capture.worker import Worker
+from dflash_pipeline.capture.voice import Silence
+from dflash_pipeline.capture.warmup import warm_up
 from dflash_pipeline.configs.memory import gib, usage
-from dflash_pipeline.configs.place import Place, let_memory_grow
+from dflash_pipeline.configs.place import let_memory_grow
 from dflash_pipeline.configs.schema import CaptureConfig
-from dflash_pipeline.store.bf16 import bf16_bits
-from dflash_pipeline.store.build import StoreBuilder, plan_lock
 from dflash_pipeline.store.calibration import Calibrated
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rows import row_bytes
-from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.store.spec import CHUNK_ROWS, FORMAT, Attributes, Layout, StoreSpec
-from dflash_pipeline.store.table import build_table, claim_order, hash64
+from dflash_pipeline.store.table import claim_order
 from dflash_pipeline.store.writer import StoreWriter
+from planned import SEED, SIZES, Sizes, floor_s, lengths, planned_store, random_target
 
-SEED = 0
 # the smallest to the largest batch of it, for memory
 NUM_MIXED, NUM_SETTLED = 500, 50
 PEER_BATCH = 16
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured: the headline's shape, or one that a CPU can do."""
-
-    hidden: int
-    middle: int
-    heads: int
-    keys: int
-    layers: int
-    vocabulary: int
-    layer_ids: tuple[int, ...]
-    mean: int
-    longest: int
-    num_samples: int
-    token_budget: int
-    pad_multiple: int
-    shard_bytes: int
-    num_tokens: int
-    """Captured by each way."""
-    mixed_tokens: int
-    """Of a batch of mixed shape, at most."""
-
-
-FULL = Sizes(
-    hidden=4096,
-    middle=12288,
-    heads=32,
-    keys=8,
-    layers=36,
-    vocabulary=151936,
-    layer_ids=(1, 9, 17, 25, 33),
-    mean=951,
-    longest=4096,
-    num_samples=20_000,
-    token_budget=49152,
-    pad_multiple=64,
-    shard_bytes=1 << 30,
-    num_tokens=150_000,
-    mixed_tokens=1024,
-)
-TINY = Sizes(
-    hidden=64,
-    middle=96,
-    heads=4,
-    keys=2,
-    layers=8,
-    vocabulary=512,
-    layer_ids=(1, 3, 5),
-    mean=60,
-    longest=256,
-    num_samples=400,
-    token_budget=2048,
-    pad_multiple=16,
-    shard_bytes=1 << 20,
-    num_tokens=9_000,
-    mixed_tokens=128,
-)
+LIMITS_S = {"8b": 160.0, "8b compiled": 130.0, "0.6b": 70.0, "27b": 80.0, "memory": 50.0}
 
 
 class Bench:
-    """Figures, as they come."""
+    """Figures of one part, as they come."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, limit_s: float) -> None:
-        self.sizes, self.device, self._limit_s = sizes, device, limit_s
+    def __init__(self, sizes: Sizes, device: torch.device, result: Path | None) -> None:
+        self.sizes, self.device, self._result = sizes, device, result
         self._begin = time.perf_counter()
         self.figures: dict[str, dict[str, float]] = {}
 
-    def part(self, name: str, work: Callable[[], dict[str, float]]) -> None:
-        """Run one part and tell its figures, unless it is too late for it."""
-        at_s = time.perf_counter() - self._begin
-        if at_s > self._limit_s:
-            print(f"{name:24} left out: {at_s:.0f} s have passed", flush=True)
-            return
-        found = work()
+    def tell(self, name: str, found: dict[str, float]) -> None:
+        """Keep and print figures; a part that is cut off has told those that it had."""
         self.figures[name] = found
         shown = ", ".join(f"{key} {value:,.4g}" for key, value in found.items())
-        print(f"{name:24} {shown} ({time.perf_counter() - self._begin:.0f} s)", flush=True)
+        print(f"  {name:24} {shown} ({time.perf_counter() - self._begin:.0f} s)", flush=True)
+        if self._result:
+            self._result.write_text(json.dumps(self.figures))
 
-    def ratio(self, name: str, one: str, other: str) -> None:
-        """Tokens a second of one part over those of another."""
-        if one in self.figures and other in self.figures:
-            found = self.figures[one]["tok_s"] / self.figures[other]["tok_s"]
-            self.part(f"{name}: {one.partition(', ')[2]}", lambda: {"ratio": found})
+    def ratio(self, one: str, other: str) -> None:
+        """Tokens a second of one way over those of another."""
+        found = self.figures[one]["tok_s"] / self.figures[other]["tok_s"]
+        self.tell(f"{one} / {other}", {"ratio": found})
 
     def sync(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def random_target(sizes: Sizes, device: torch.device) -> Target:
-    """Random weights of the shape, made on the device."""
-    config = transformers.Qwen3Config(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.middle,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.keys,
-        head_dim=sizes.hidden // sizes.heads,
-        max_position_embeddings=2 * sizes.longest,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(SEED)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    # all-ones norms would hide a norm done twice from the gate
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return Target(model, sizes.layer_ids)
-
-
-def lengths(sizes: Sizes) -> np.ndarray:
-    """Lognormal lengths, sigma 0.8."""
-    random = np.random.default_rng(SEED)
-    drawn = random.lognormal(np.log(sizes.mean) - 0.32, 0.8, sizes.num_samples)
-    return np.clip(drawn, 8, sizes.longest).astype(np.int64)
-
-
-def planned_store(sizes: Sizes, path: Path, mode: str) -> Store:
-    """A store of random tokens, nothing captured yet; `mode` of hidden and last."""
-    num_tokens_M = lengths(sizes)
-    config = CaptureConfig()
-    token_bytes = len(sizes.layer_ids) * row_bytes(mode, sizes.hidden)
-    found = plan(
-        num_tokens_M,
-        num_buckets=config.num_buckets,
-        token_budget=sizes.token_budget,
-        pad_multiple=sizes.pad_multiple,
-        shard_rows=-(-sizes.shard_bytes // token_bytes),
-        seed=SEED,
-    )
-    spec = StoreSpec(
-        format=FORMAT,
-        target_id="random",
-        target_hash="",
-        target_dtype="bf16",
-        quantisation="",
-        layer_ids=sizes.layer_ids,
-        num_target_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        vocab_size=sizes.vocabulary,
-        hidden_mode=mode,
-        last_mode=mode,
-        last_rows="teacher",
-        calibration_hash="",
-        tokenizer_hash="",
-        template_hash="",
-        template_args="{}",
-        max_len=sizes.longest,
-        overlong="truncate",
-    )
-    layout = Layout(
-        rows_per_shard=-(-found.num_rows_per_shard_max // CHUNK_ROWS) * CHUNK_ROWS,
-        chunk_rows=CHUNK_ROWS,
-        token_budget=sizes.token_budget,
-        pad_multiple=sizes.pad_multiple,
-        bucket_bounds=found.bucket_bounds,
-        num_shards=found.num_shards,
-        num_samples_per_shard_max=found.num_samples_per_shard_max,
-        seed=SEED,
-    )
-    ordered_M = num_tokens_M[found.order_M]
-    # the first third is the prompt, whose rows need no last state
-    num_teacher_M = ordered_M - np.maximum(ordered_M // 3, 1)
-    zeros_M = np.zeros_like(ordered_M)
-    columns = {
-        "source": zeros_M,
-        "source_row": found.order_M,
-        "domain": zeros_M,
-        "split": zeros_M,
-        "num_tokens": ordered_M,
-        "num_teacher": num_teacher_M,
-        "num_anchors": num_teacher_M - 1,
-        "token_hash": np.array([hash64(str(i).encode()) for i in found.order_M], np.uint64),
-        "bucket": found.bucket_M,
-        "shard": found.shard_M,
-        "batch": found.batch_M,
-    }
-    keys = [f"sample-{i}" for i in found.order_M]
-    table = build_table(keys, columns, layout, [""], ["random"])
-    attributes = Attributes(data_hash="", mask_token_id=0, dropped={}, run={})
-    random = np.random.default_rng(SEED)
-    with (
-        plan_lock(path, wait_s=10),
-        StoreBuilder(path, spec, layout, table, attributes, 0) as builder,
-    ):
-        # nobody trains from it
-        embed_VH = bf16_bits(np.ones((sizes.vocabulary, sizes.hidden), np.float32))
-        builder.write_target(embed_VH, None, {"config.json": b"{}"})
-        for shard_id in layout.shard_ids():
-            own_M = ordered_M[table.of_shard(shard_id)]
-            masks = [np.arange(length) >= max(length // 3, 1) for length in own_M]
-            ids_N = random.integers(0, sizes.vocabulary, int(own_M.sum()))
-            builder.write_tokens(
-                shard_id, ids_N.astype(np.uint32), np.concatenate(masks).astype(np.uint8)
-            )
-        return builder.publish()
+def timed_shards(bench: Bench, store: Store) -> list[slice]:
+    """Batches of the shards that each way is timed on: the first shard is not."""
+    batches: list[slice] = []
+    num_tokens = 0
+    for shard_id in claim_order(store.layout.num_shards)[1:]:
+        if num_tokens >= bench.sizes.num_tokens:
+            break
+        batches += store.table.batches_of(shard_id)
+        num_tokens += store.table.rows_of(shard_id)[0]
+    return batches
 
 
 def bare_prefill(bench: Bench, target: Target, store: Store) -> dict[str, float]:
     """The target alone on the batches that `ours` is timed on: ids there, states dropped."""
-    batches, num_tokens, num_places = [], 0, 0
-    # the first shard is not timed, the others are whole
-    for shard_id in claim_order(store.layout.num_shards)[1:]:
-        if num_tokens >= bench.sizes.num_tokens:
-            break
-        for batch in store.table.batches_of(shard_id):
-            width = num_positions(int(store.table.num_tokens[batch].max()), store.layout)
-            shape = (batch.stop - batch.start, width)
-            batches.append(torch.randint(bench.sizes.vocabulary, shape, device=bench.device))
-            num_tokens += int(store.table.num_tokens[batch].sum())
-            num_places += batches[-1].numel()
+    table, batches = store.table, timed_shards(bench, store)
+    shapes = [shape_of(batch, table, store.layout) for batch in batches]
+    num_tokens = sum(int(table.num_tokens[batch].sum()) for batch in batches)
+    ids = [torch.randint(bench.sizes.vocabulary, one, device=bench.device) for one in shapes]
     bench.sync()
     begin = time.perf_counter()
-    for ids_BT in batches:
+    for ids_BT in ids:
         target.run(ids_BT, lambda _place, _hidden_BTH: None)
     bench.sync()
     seconds = time.perf_counter() - begin
     return {
         "tok_s": num_tokens / seconds,
+        "of_floor": floor_s(bench.sizes, target, shapes) / seconds,
         "tokens": num_tokens,
-        "padding": 1 - num_tokens / num_places,
+        "padding": 1 - num_tokens / sum(count * width for count, width in shapes),
         "batches": len(batches),
     }
 
 
 def padding(bench: Bench, store: Store) -> dict[str, float]:
     """Of the whole plan."""
-    sizes, table = bench.sizes, store.table
-    places = [
-        (batch.stop - batch.start) * num_positions(int(table.num_tokens[batch].max()), store.layout)
-        for shard_id in store.layout.shard_ids()
-        for batch in table.batches_of(shard_id)
-    ]
+    planned = planned_shapes(store.table, store.layout)
+    places = [count * width for shapes in planned for count, width in shapes]
     return {
-        "samples": sizes.num_samples,
+        "samples": bench.sizes.num_samples,
         "batches": len(places),
-        "padding": 1 - int(table.num_tokens.sum()) / sum(places),
+        "padding": 1 - int(store.table.num_tokens.sum()) / sum(places),
     }
 
 
-def ours(bench: Bench, target: Target, folder: Path, mode: str) -> dict[str, float]:
+def ours(bench: Bench, target: Target, store: Store) -> dict[str, float]:
     """Shard after shard as a worker writes them; the first, with gate and calibration, untimed."""
-    path = folder / f"hs-{mode}"
-    store = planned_store(bench.sizes, path, mode)
-    if not bench.figures:
-        bench.part("plan", lambda: padding(bench, store))
-        warm_up(target, planned_shapes(store))
-    if f"bare prefill, {mode}" not in bench.figures:
-        bench.part(f"bare prefill, {mode}", lambda: bare_prefill(bench, target, store))
     config = CaptureConfig(token_budget=bench.sizes.token_budget, force=True)
-    place = Place(
-        rank=0,
-        world=1,
-        device=str(bench.device),
-        kind=bench.device.type,
-        log_dir=f"{path}.logs",
-        stage="capture",
-        rendezvous="",
-        threads=1,
-    )
+    log, started = Silence(), time.perf_counter()
     try:
         with ExitStack() as stack:
-            log = _Quiet(place)
             stop = stack.enter_context(Stop())
-            leases = stack.enter_context(Leases(path, store.layout, heartbeat_s=10, hung_s=600))
+            leases = Leases(store.path, store.layout, heartbeat_s=10, hung_s=600)
+            stack.enter_context(leases)
             store = calibrated(store, target, config, leases, log.say, leases.beat, lambda: None)
             offload = stack.enter_context(
                 Offload(
@@ -343,6 +158,7 @@ def ours(bench: Bench, target: Target, folder: Path, mode: str) -> dict[str, flo
             writer = stack.enter_context(StoreWriter(store, leases, depth=config.host_buffers))
             worker = Worker(store, target, config, log, stop, leases, offload, writer, None)
             _take(worker, leases, store, config)
+            first_s = time.perf_counter() - started
             before, begin = worker.counts(), time.perf_counter()
             after = before
             while after.num_tokens - before.num_tokens < bench.sizes.num_tokens:
@@ -359,10 +175,11 @@ def ours(bench: Bench, target: Target, folder: Path, mode: str) -> dict[str, flo
             "busy": (after.device_s - before.device_s) / seconds,
             "disk_wait": (after.buffer_wait_s - before.buffer_wait_s) / seconds,
             "gb_s": (after.size_bytes - before.size_bytes) / seconds / 1e9,
+            "first_shard_s": first_s,
         }
     finally:
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.rmtree(f"{path}.logs", ignore_errors=True)
+        shutil.rmtree(store.path, ignore_errors=True)
+        shutil.rmtree(f"{store.path}.logs", ignore_errors=True)
 
 
 def _take(worker: Worker, leases: Leases, store: Store, config: CaptureConfig) -> bool:
@@ -372,25 +189,16 @@ def _take(worker: Worker, leases: Leases, store: Store, config: CaptureConfig) -
     return lease is not None
 
 
-class _Quiet(RunLog):
-    """The figures are told by the benchmark."""
-
-    def say(self, text: str) -> None:
-        self.note(text)
-
-    def counted(self, *_arguments: Any) -> None:
-        """Nothing."""
-
-
 def peers_loop(bench: Bench, target: Target, folder: Path) -> dict[str, float]:
-    """Samples in data order, 16 a batch, padded and masked; blocking copies, a write a sample."""
-    sizes, path = bench.sizes, folder / "peer.bin"
+    """Samples in data order, 16 a batch, padded and masked; blocking copies, a file a sample."""
+    sizes, path = bench.sizes, folder / "peers"
+    path.mkdir()
     num_tokens_M = lengths(sizes)
     done = places = batches = 0
     target_tokens = sizes.num_tokens // 4
     begin = 0.0
     try:
-        with path.open("wb") as file, torch.inference_mode():
+        with torch.inference_mode():
             for first in range(0, len(num_tokens_M), PEER_BATCH):
                 own_B = num_tokens_M[first : first + PEER_BATCH]
                 ids_BT = torch.zeros((len(own_B), int(own_B.max())), dtype=torch.int64)
@@ -413,17 +221,16 @@ def peers_loop(bench: Bench, target: Target, folder: Path) -> dict[str, float]:
                 stacked_BTKH = torch.stack(states, dim=2)
                 for row, length in enumerate(own_B):
                     rows = stacked_BTKH[row, :length].to(torch.bfloat16).cpu()
-                    file.write(rows.view(torch.int16).numpy().tobytes())
+                    torch.save(rows, path / f"{first + row}.pt")
                 done += int(own_B.sum())
                 places += ids_BT.numel()
                 batches += 1
                 if batches > 1 and done >= target_tokens:
                     break
-            os.fsync(file.fileno())
         seconds = time.perf_counter() - begin
         return {"tok_s": done / seconds, "padding": 1 - done / places, "batches": batches - 1}
     finally:
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path)
 
 
 def memory(bench: Bench, target: Target) -> dict[str, float]:
@@ -471,42 +278,161 @@ def memory(bench: Bench, target: Target) -> dict[str, float]:
     }
 
 
-def _ours_and_ratio(bench: Bench, target: Target, folder: Path, mode: str, name: str) -> None:
-    bench.part(f"ours, {mode} to {name}", lambda: ours(bench, target, folder, mode))
-    bench.ratio("  over bare", f"ours, {mode} to {name}", f"bare prefill, {mode}")
+class _Folders:
+    """Where each way writes."""
+
+    def __init__(self, disk: Path, in_memory: Path) -> None:
+        self._parents = {"disk": disk, "memory": in_memory}
+        self._count = 0
+
+    def store(self, sizes: Sizes, mode: str, where: str) -> Store:
+        """Planned anew: each way writes its own."""
+        self._count += 1
+        return planned_store(sizes, self._parents[where] / f"hs-{self._count}", mode)
+
+    @property
+    def disk(self) -> Path:
+        return self._parents["disk"]
+
+
+def _ready(bench: Bench, folders: _Folders) -> tuple[Target, Store]:
+    """The target, warm, and a planned store for the bare prefill."""
+    target = random_target(bench.sizes, bench.device)
+    store = folders.store(bench.sizes, "int4", "memory")
+    bench.tell("plan", padding(bench, store))
+    warm_up(target, extremes(planned_shapes(store.table, store.layout)))
+    return target, store
+
+
+def eager(bench: Bench, folders: _Folders) -> Target:
+    """Bare and ours in the modes and places that a capture has, and the peers' loop."""
+    target, store = _ready(bench, folders)
+    bench.tell("bare", bare_prefill(bench, target, store))
+    for mode, where in (
+        ("int4", "memory"),
+        ("int4", "disk"),
+        ("bf16", "memory"),
+        ("bf16", "disk"),
+    ):
+        name = f"{mode} to {where}"
+        bench.tell(name, ours(bench, target, folders.store(bench.sizes, mode, where)))
+        bench.ratio(name, "bare")
+    bench.tell("peers' loop", peers_loop(bench, target, folders.disk))
+    bench.ratio("int4 to disk", "peers' loop")
+    bench.ratio("bf16 to disk", "peers' loop")
+    return target
+
+
+def both(bench: Bench, folders: _Folders, backend: str) -> Target:
+    """Bare and ours, first eager, then with compiled layers, in one process."""
+    target, store = _ready(bench, folders)
+    bench.tell("bare", bare_prefill(bench, target, store))
+    bench.tell("int4 to memory", ours(bench, target, folders.store(bench.sizes, "int4", "memory")))
+    bench.ratio("int4 to memory", "bare")
+    # made anew: the gate has left hooks on the layers that no compiler takes
+    del target
+    target = random_target(bench.sizes, bench.device)
+    before, begin = num_compiled(), time.perf_counter()
+    planned = planned_shapes(store.table, store.layout)
+    shapes = [shape for found in planned for shape in found]
+    served = compile_layers(target, shapes, backend=backend)
+    versions = num_compiled() - before
+    bench.tell("compiling", {"seconds": time.perf_counter() - begin, "versions": versions})
+    warm_up(target, extremes(planned))
+    bench.tell("bare, compiled", bare_prefill(bench, target, store))
+    compiled = ours(bench, target, folders.store(bench.sizes, "int4", "memory"))
+    bench.tell("int4 to memory, compiled", compiled)
+    later = num_compiled() - before - versions
+    bench.tell("compiled later", {"versions": later, "served": served.share})
+    bench.ratio("bare, compiled", "bare")
+    bench.ratio("int4 to memory, compiled", "int4 to memory")
+    bench.ratio("int4 to memory, compiled", "bare, compiled")
+    return target
+
+
+def hybrid(bench: Bench, folders: _Folders) -> Target:
+    """Bare and ours alone."""
+    target, store = _ready(bench, folders)
+    bench.tell("bare", bare_prefill(bench, target, store))
+    bench.tell("int4 to memory", ours(bench, target, folders.store(bench.sizes, "int4", "memory")))
+    bench.ratio("int4 to memory", "bare")
+    return target
+
+
+def run_part(name: str, options: argparse.Namespace) -> None:
+    """One part, in this process."""
+    let_memory_grow(torch.__version__)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = "8b" if name in ("8b compiled", "memory") else name
+    if options.tiny:
+        shape = "tiny hybrid" if name == "27b" else "tiny"
+    # making code for a CPU takes a minute: there the tracer alone is tried
+    backend = "inductor" if device.type == "cuda" else "eager"
+    bench = Bench(SIZES[shape], device, options.result)
+    with ExitStack() as stack:
+        folders = _Folders(
+            *(
+                Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=parent)))
+                for parent in (options.disk, options.memory)
+            )
+        )
+        if name == "8b":
+            eager(bench, folders)
+        elif name == "27b":
+            hybrid(bench, folders)
+        elif name == "memory":
+            bench.tell("memory", memory(bench, random_target(bench.sizes, device)))
+        else:
+            both(bench, folders, backend)
+
+
+def run_apart(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One part in a process of its own; its figures, of one that was cut off those it had."""
+    result = folder / f"{name}.json"
+    words = [sys.executable, __file__, "--part", name, "--result", str(result)]
+    words += ["--disk", str(options.disk), "--memory", str(options.memory)]
+    print(f"{name}: at most {LIMITS_S[name]:.0f} s", flush=True)
+    child = subprocess.Popen(
+        [*words, *(["--tiny"] if options.tiny else [])], start_new_session=True
+    )
+    try:
+        code = child.wait(timeout=LIMITS_S[name])
+        ended = "" if code == 0 else f"failed with exit code {code}"
+    except subprocess.TimeoutExpired:
+        ended = f"cut off after {LIMITS_S[name]:.0f} s"
+    finally:
+        # with all that it has started
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    if ended:
+        print(f"  {ended}", flush=True)
+    figures = json.loads(result.read_text()) if result.is_file() else {}
+    return {"ended": ended or "whole", "figures": figures}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", action="append", choices=list(LIMITS_S), default=[])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--limit", type=float, default=150.0)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    let_memory_grow(torch.__version__)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not options.tiny:
+    is_cuda = torch.cuda.is_available()
+    if not is_cuda and not options.tiny:
         parser.error("there is no GPU: use --tiny")
-    bench = Bench(TINY if options.tiny else FULL, device, options.limit)
-    target = random_target(bench.sizes, device)
-    with ExitStack() as stack:
-        disk, in_memory = (
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=parent)))
-            for parent in (options.disk, options.memory)
-        )
-        folders = {"memory": in_memory, "disk": disk}
-        for mode, name in (("int4", "memory"), ("bf16", "memory"), ("int4", "disk")):
-            _ours_and_ratio(bench, target, folders[name], mode, name)
-        bench.part("a loop of the peers' kind", lambda: peers_loop(bench, target, disk))
-        bench.ratio("  ours over it", "ours, int4 to disk", "a loop of the peers' kind")
-        bench.part("memory", lambda: memory(bench, target))
-        _ours_and_ratio(bench, target, disk, "bf16", "disk")
+    if options.result:
+        run_part(options.part[0], options)
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        parts = {one: run_apart(one, options, Path(name)) for one in options.part or list(LIMITS_S)}
     if os.environ.get("OUT"):
         result = {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+            "device": torch.cuda.get_device_name() if is_cuda else "CPU",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "figures": bench.figures,
+            "parts": parts,
         }
         Path(os.environ["OUT"], "capture.json").write_text(json.dumps(result, indent=1) + "\n")
 

@@ -16,11 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash_pipeline.capture import planning, preflight, worker
-from dflash_pipeline.capture.compiled import SPREAD, compile_layers, num_compiled
+from dflash_pipeline.capture.compiled import SPREAD, Served, compile_layers, num_compiled
+from dflash_pipeline.capture.shapes import planned_shapes
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.store.check import verify
+from dflash_pipeline.store.reader import open_store
 from places import cpu_place
 from tiny_targets import EVERY_FAMILY
 
@@ -70,23 +72,18 @@ def test_every_family_has_few_versions_and_the_plain_layers_states(
 def test_only_batches_go_through_the_compiled_layers(
     make_model: Callable[..., PreTrainedModel],
 ) -> None:
-    calls = []
-
-    def counting(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        def run(*inputs: Any) -> Any:
-            calls.append(1)
-            return graph(*inputs)
-
-        return run
-
     target = Target(make_model("qwen3"), (0, 2, 4))
-    compile_layers(target, PLANNED, backend=counting)
-    calls.clear()
+    served = compile_layers(target, PLANNED, backend="eager")
     target.forward(_ids(3, 32))
-    assert len(calls) == 6
-    # as the gate computes its truth
+    assert (served.calls, served.compiled_calls) == (6, 6)
+    # as the gate computes its truth, which leaves hooks of its own on the layers
     target.model(input_ids=_ids(3, 32), use_cache=False, output_hidden_states=True)
-    assert len(calls) == 6
+    assert (served.calls, served.compiled_calls) == (6, 6)
+    target.forward(_ids(4, 48))
+    assert (served.calls, served.compiled_calls) == (12, 12)
+    # one sequence alone runs as it was
+    target.forward(_ids(1, 48))
+    assert (served.calls, served.compiled_calls) == (18, 12)
 
 
 def test_a_family_that_cannot_be_traced_whole_is_refused_by_name(
@@ -138,13 +135,17 @@ def _run(target: Path, folder: Path) -> Run:
 
 
 def test_a_capture_with_compiled_layers_passes_the_gate_and_compiles_nothing_after_it(
-    make_target_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    compiled_layers, found = compile_layers, []
+    found = []
 
-    def traced(target: Target, shapes: Any, **options: Any) -> None:
-        compiled_layers(target, shapes, backend="eager")
+    def traced(target: Target, shapes: Any, **options: Any) -> Served:
+        served = compile_layers(target, shapes, backend="eager")
         found.append(num_compiled())
+        return served
 
     monkeypatch.setattr(worker, "compile_layers", traced)
     monkeypatch.setattr(preflight, "compile_layers", traced)
@@ -155,6 +156,12 @@ def test_a_capture_with_compiled_layers_passes_the_gate_and_compiles_nothing_aft
     # the twin of the preflight, then the target
     assert len(found) == 2
     assert num_compiled() == found[1] > found[0] > 0
+    store = open_store(run.store.path)
+    counts = [one for found in planned_shapes(store.table, store.layout) for one, _ in found]
+    share = sum(count > 1 for count in counts) / len(counts)
+    told = f"compiled layers served {100 * share:.1f} % of the batches' layers"
+    assert share > 0
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.gpu
