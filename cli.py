@@ -166,6 +166,7 @@ def capture(context: click.Context, gpus: str, share_gpu: bool, plan: bool) -> i
 @dflash.command(reads=("target", "data", "store", "generate", "capture", *TRAINING))
 @options(("--target", "target.id"), *DATA, ("--store", "store.path"))
 @options(("--hidden-mode", "store.hidden_mode"), ("--last-mode", "store.last_mode"))
+@options(("--drop-domain", "train.drop_domains"), ("--drop-sample", "train.drop_samples"))
 @options(("--epochs", "train.epochs"), ("--max-steps", "train.max_steps"))
 @option("--price", "capture.price")
 @options(*TEMPLATE)
@@ -314,6 +315,7 @@ def train(
     "decoding of 300 prompts (--limit: of so many), held against published figures.",
 )
 @options(*TEMPLATE)
+@option("--gpus-per-target", "target.num_gpus")
 @placed
 @configured
 @click.pass_context
@@ -401,6 +403,7 @@ def inspect(path: str, sample: str, follow: bool, as_json: bool) -> int:
     help="Compute N samples again with the target and compare them, instead of checking files.",
 )
 @option("--target", "target.id")
+@option("--gpus-per-target", "target.num_gpus")
 @placed
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 @click.pass_context
@@ -435,7 +438,7 @@ def verify(
         if run.target.id:
             inputs.check_target(run.target.id)
         entry, extra = "dflash_pipeline.capture.recheck:main", extra | {"sample": sample}
-        devices = one_device(gpus, share_gpu)
+        devices = one_device(gpus, share_gpu, run.target.num_gpus)
     else:
         extra |= {"deep": deep}
     if repair:

@@ -24,6 +24,7 @@ from dflash_pipeline.capture.answerer import LEFT_OUT, end_ids, num_positions, r
 from dflash_pipeline.capture.arguments import template_arguments_text
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Dropped
+from dflash_pipeline.capture.spread import spread_devices
 from dflash_pipeline.capture.target import Target, compute_dtype
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
@@ -106,8 +107,10 @@ class Decoder:
         for layer in layers:
             # a layer that shares another's keys has none of its own
             if layer.is_initialized:
-                layer.keys = _moved(layer.keys, prompt_B, column_BT)
-                layer.values = _moved(layer.values, prompt_B, column_BT)
+                # of a target that is spread, on another GPU
+                place = prompt_B.to(layer.keys.device), column_BT.to(layer.keys.device)
+                layer.keys = _moved(layer.keys, *place)
+                layer.values = _moved(layer.values, *place)
 
     def _read(self, ids_BT: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
         """`lengths`: tokens of each text with these."""
@@ -130,11 +133,12 @@ class Decoder:
         )
         self._lengths = lengths
         hidden = [self._hidden_BTH.pop(layer_id) for layer_id in self._layer_ids]
-        return output.last_hidden_state, torch.stack(hidden, dim=2)
+        return output.last_hidden_state.to(device), torch.stack(hidden, dim=2)
 
     def _keeping(self, layer_id: int) -> Any:
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._hidden_BTH[layer_id] = output[0] if isinstance(output, tuple) else output
+            hidden_BTH = output[0] if isinstance(output, tuple) else output
+            self._hidden_BTH[layer_id] = hidden_BTH.to(self._target.device)
 
         return keep
 
@@ -204,14 +208,16 @@ class EvalTarget:
 
     def load(self) -> LoadedTarget:
         """The target itself, on its device."""
-        return _loaded(self.files, self.layer_ids, self.device, self.dtype)
+        num_gpus = self.run.target.num_gpus
+        return _loaded(self.files, self.layer_ids, self.device, self.dtype, num_gpus)
 
     def load_twin(self, say: Callable[[str], None]) -> LoadedTarget | None:
         """A tiny random one on the CPU, for a rehearsal; None, and a line said, if none is made."""
         with twin.made(self.run, self.files, say) as small:
             if small is None:
                 return None
-            return _loaded(small.files, small.layer_ids, torch.device("cpu"), torch.float32)
+            cpu = torch.device("cpu")
+            return _loaded(small.files, small.layer_ids, cpu, torch.float32, 1)
 
 
 def open_target(run: Run, place: Place, layer_ids: Sequence[int]) -> EvalTarget:
@@ -241,18 +247,23 @@ def open_target(run: Run, place: Place, layer_ids: Sequence[int]) -> EvalTarget:
         eos_ids=eos_ids,
         reserved_ids=eos_ids | pad_ids,
         dtype=compute_dtype(run.target.dtype, place.kind),
-        device=torch.device(place.device),
+        device=spread_devices(place.device, run.target.num_gpus)[-1],
     )
 
 
 def _loaded(
-    files: TargetFiles, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype
+    files: TargetFiles,
+    layer_ids: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    num_gpus: int,
 ) -> LoadedTarget:
-    target = Target.load(files, (), device, dtype)
+    target = Target.load(files, (), device, dtype, num_gpus)
     return LoadedTarget(
         target=Decoder(target, layer_ids),
         layer_ids=tuple(layer_ids),
-        embed_VH=_weight(target.model.get_input_embeddings()),
+        # of a target that is spread, on another GPU than its head
+        embed_VH=_weight(target.model.get_input_embeddings()).to(target.device),
         head_VH=_weight(target.head),
     )
 

@@ -106,8 +106,6 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     store = open_store(str(extra["path"]))
     if not run.target.id:
         run = replace(run, target=replace(run.target, id=_captured_target(store)))
-    # on the one device of this command
-    run = replace(run, target=replace(run.target, num_gpus=1))
     target = load_target(run, place, store, resolve(run.target))
     found = recheck(store, target, int(str(extra["sample"])))
     if extra["json"]:

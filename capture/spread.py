@@ -18,6 +18,15 @@ from dflash_pipeline.configs.errors import UsageError
 _loader: Any = AutoModelForCausalLM
 
 
+def spread_devices(device: torch.device | str, num_gpus: int) -> list[torch.device]:
+    """The devices of one target, in order: the first GPUs that the process sees; states are given
+    on the last."""
+    first = torch.device(device)
+    if num_gpus == 1 or first.type != "cuda":
+        return [first] * num_gpus
+    return [torch.device("cuda", number) for number in range(num_gpus)]
+
+
 def device_map(
     config: PretrainedConfig, devices: list[torch.device], *, trust_remote_code: bool
 ) -> dict[str, torch.device]:

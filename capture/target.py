@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from dflash_pipeline.capture import weights
 from dflash_pipeline.capture.model import TargetFiles
-from dflash_pipeline.capture.spread import device_map, spread_text
+from dflash_pipeline.capture.spread import device_map, spread_devices, spread_text
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import dtype_name
 
@@ -104,9 +104,7 @@ class Target:
         weights.check(files.name, files.weight_paths())
         placed = None
         if num_gpus > 1:
-            devices = [torch.device(device)] * num_gpus
-            if devices[0].type == "cuda":
-                devices = [torch.device("cuda", number) for number in range(num_gpus)]
+            devices = spread_devices(device, num_gpus)
             placed = device_map(files.config, devices, trust_remote_code=files.trust_remote_code)
         # its bar would stand between our own progress lines
         _logging.disable_progress_bar()

@@ -49,9 +49,15 @@ def check(run: Run) -> None:
 def measure(run: Run, gpus: str, share: bool) -> int:
     """One drafter, by decoding or by replay; the exit code."""
     check(run)
-    devices = one_device(gpus, share)
     with logs_near(Path(run.eval.drafter)) as logs:
-        return run_stage(DECODE_AND_SCORE, run, devices, "eval", logs, {}, share)
+        return _decode_and_score(run, gpus, share, logs)
+
+
+def _decode_and_score(run: Run, gpus: str, share: bool, logs: str) -> int:
+    # a replay needs no target
+    count = run.target.num_gpus if run.eval.prompts else 1
+    devices = one_device(gpus, share, count)
+    return run_stage(DECODE_AND_SCORE, run, devices, "eval", logs, {}, share, count)
 
 
 def ask_server(run: Run) -> int:
@@ -78,8 +84,7 @@ def compare(run: Run, pair: tuple[str, str], gpus: str, share: bool) -> int:
             todo[number] = replace(run, eval=changed)
             check(todo[number])
         for one_run in todo.values():
-            devices = one_device(gpus, share)
-            if code := run_stage(DECODE_AND_SCORE, one_run, devices, "eval", logs, {}, share):
+            if code := _decode_and_score(one_run, gpus, share, logs):
                 return code
         extra = {"files": files, "names": list(pair)}
         return run_stage("dflash_pipeline.train.compare:main", run, ONE_CPU, "compare", logs, extra)
@@ -91,7 +96,8 @@ def check_path(run: Run, gpus: str, share: bool) -> int:
     Logs are not in it: those of a failure stay where its line says, until the next check.
     """
     need(run.eval.drafter, "--drafter CHECKPOINT", "eval.drafter")
-    devices = one_device(gpus, share)
+    count = run.target.num_gpus
+    devices = one_device(gpus, share, count)
     inputs.check_target(need(run.target.id, "--target MODEL", "target.id"))
     need(run.eval.prompts, "--prompts FILE", "eval.prompts")
     inputs.check_data(run.eval.prompts)
@@ -104,7 +110,7 @@ def check_path(run: Run, gpus: str, share: bool) -> int:
         drafter = json.loads(described.read_text(encoding="utf-8"))
         capturing = {"kind": devices.kind, "num_workers": 1, "only_count": False}
         for entry, changed in trial(run, folder, drafter):
-            if code := run_stage(entry, changed, devices, "check", logs, capturing, share):
+            if code := run_stage(entry, changed, devices, "check", logs, capturing, share, count):
                 return code
         extra = {name: f"{folder}/{name}.json" for name in ("replayed", "decoded")}
         extra["block_size"] = drafter["block_size"]

@@ -28,13 +28,18 @@ def devices_of(text: str, share: bool) -> Devices:
     return devices
 
 
-def one_device(text: str, share: bool) -> Devices:
-    """The one of --gpus, or the first there is. UsageError for several as well."""
+def one_device(text: str, share: bool, per_target: int = 1) -> Devices:
+    """The one of --gpus, or the first there is; of a target that is spread, so many.
+
+    UsageError for another number of them.
+    """
     devices = gpus.parse(text)
     if not text:
-        devices = Devices(devices.kind, devices.ids[:1])
-    if len(devices.ids) > 1:
-        raise UsageError(f"--gpus {text}: this command runs on one device")
+        devices = Devices(devices.kind, devices.ids[:per_target])
+    if len(devices.ids) != per_target:
+        told = f"--gpus {text}" if text else str(devices)
+        wanted = "one device" if per_target == 1 else f"the {per_target} of one target"
+        raise UsageError(f"{told}: this command runs on {wanted} (--gpus-per-target {per_target})")
     gpus.check(devices, share)
     return devices
 
@@ -64,11 +69,13 @@ def look(
     devices: Devices = ONE_CPU,
     share: bool = True,
 ) -> int:
-    """A stage that only reads a store; the exit code. extra: `json` among others."""
+    """A stage that only reads a store, in one process; the exit code. extra: `json` among
+    others."""
     with scratch_logs(stage) as logs, gpus.reserved(devices, stage, share):
         # with --json stdout is the process's alone; anything said goes to stderr
         lines = sys.stderr if extra["json"] else sys.stdout
-        return launch(entry, run or Run(), devices, stage, logs, extra, lines)
+        count = len(devices.ids)
+        return launch(entry, run or Run(), devices, stage, logs, extra, lines, per_process=count)
 
 
 @contextlib.contextmanager

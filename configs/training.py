@@ -28,11 +28,7 @@ def prepared(context: click.Context, resume: bool) -> tuple[Run, list[str]]:
 
     UsageError without a store, and where the run directory must be named and is not.
     """
-    run = resolve(context)
-    if run.train.drop_samples:
-        # the run's record names each of them, so that a run that goes on drops the same
-        give(context, "train.drop_samples", inputs.listed(run.train.drop_samples, "--drop-sample"))
-        run = resolve(context)
+    run = with_samples_listed(context)
     stores = run.train.stores or (run.store.path,)
     inputs.need(stores[0], "--store DIR", "train.stores")
     paths = [root_of(one.path) for one in parse_stores(stores)]
@@ -45,6 +41,18 @@ def prepared(context: click.Context, resume: bool) -> tuple[Run, list[str]]:
         give(context, "train.out", f"runs/{paths[0].name}-{time.strftime('%Y%m%d-%H%M%S')}")
         run = resolve(context)
     return run, list(map(str, paths))
+
+
+def with_samples_listed(context: click.Context) -> Run:
+    """The run of this line, with the samples of `--drop-sample @FILE` by name.
+
+    The run's record names each of them, so that a run that goes on drops the same.
+    """
+    run = resolve(context)
+    if run.train.drop_samples:
+        give(context, "train.drop_samples", inputs.listed(run.train.drop_samples, "--drop-sample"))
+        run = resolve(context)
+    return run
 
 
 def _await_plan(store: Path, follow: bool) -> None:

@@ -118,6 +118,13 @@ def test_one_wrong_row_is_enough(store: Store, place: Place) -> None:
         main(Run(), place, _extra(store, sample=8))
 
 
+def test_a_target_over_several_devices_agrees_too(
+    store: Store, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(Run(target=TargetConfig(num_gpus=2)), place, _extra(store))
+    assert "samples, " in capsys.readouterr().out
+
+
 def test_another_target_or_none_is_refused(
     store: Store, place: Place, make_target_dir: Callable[..., Path]
 ) -> None:

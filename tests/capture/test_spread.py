@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from dflash_pipeline.capture.decoder import Decoder
 from dflash_pipeline.capture.model import resolve
-from dflash_pipeline.capture.spread import device_map, spread_text
+from dflash_pipeline.capture.spread import device_map, spread_devices, spread_text
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import TargetConfig
@@ -78,3 +79,26 @@ def test_over_two_gpus_it_gives_the_same_states(make_target_dir: Callable[..., P
     assert "layers 3 to 5 on cuda:1" in target.spread
     for one, other in zip(alone, spread, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_target_that_is_spread_decodes_and_is_cut_back_alike(
+    family: str, make_target_dir: Callable[..., Path]
+) -> None:
+    files = resolve(TargetConfig(id=str(make_target_dir(family))))
+    prompts = [torch.arange(9), torch.arange(3, 8)]
+    found = []
+    for num_gpus in (1, 2):
+        target = Target.load(files, (), "cpu", torch.float32, num_gpus)
+        decoder = Decoder(target, (0, 2, 4))
+        logits_BV, features = decoder.prefill(prompts)
+        decoder.crop([0, 1], [7, 5])
+        found.append([logits_BV, *features, *decoder.verify(torch.arange(8).reshape(2, 4))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_states_are_given_on_the_last_of_a_targets_gpus() -> None:
+    assert spread_devices("cuda:0", 1) == [torch.device("cuda:0")]
+    assert spread_devices("cuda:0", 3) == THREE
+    assert spread_devices("cpu", 2) == [torch.device("cpu")] * 2

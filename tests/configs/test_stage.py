@@ -48,3 +48,8 @@ def test_a_command_that_takes_one_device_refuses_several() -> None:
     assert one_device("cpu", share=False).ids == (0,)
     with pytest.raises(UsageError, match="--gpus cpu:2: this command runs on one device"):
         one_device("cpu:2", share=False)
+    # or another number than a target is spread over
+    assert one_device("cpu:2", share=False, per_target=2).ids == (0, 1)
+    for text, told in (("cpu:3", "--gpus cpu:3"), ("cpu", "--gpus cpu"), ("", "CPU worker 0")):
+        with pytest.raises(UsageError, match=f"^{told}: this command runs on the 2 of one target"):
+            one_device(text, share=False, per_target=2)
