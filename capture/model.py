@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -19,7 +18,8 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dflash_pipeline.capture import gguf, weights
+from dflash_pipeline.capture import gguf, weightfiles, weights
+from dflash_pipeline.capture.weightfiles import json_object
 from dflash_pipeline.configs.errors import UsageError, first_line
 from dflash_pipeline.configs.layers import check_layer_ids, layer_ids
 from dflash_pipeline.configs.schema import TargetConfig
@@ -57,7 +57,7 @@ class TargetFiles:
         config_path = directory / "config.json"
         if not config_path.is_file():
             raise UsageError(f"target {name}: {directory} holds no config.json")
-        self.raw_config: dict[str, Any] = _json(config_path)
+        self.raw_config: dict[str, Any] = json_object(config_path)
         self.config = _config(directory, name, trust_remote_code)
 
     @cached_property
@@ -120,11 +120,7 @@ class TargetFiles:
 
     @cached_property
     def _weight_hash(self) -> str:
-        paths = self.weight_paths()
-        with ThreadPoolExecutor(max_workers=min(8, len(paths))) as pool:
-            digests = list(pool.map(_file_digest, paths))
-        lines = [f"{path.name} {digest}\n" for path, digest in zip(paths, digests, strict=True)]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return weightfiles.digest(self.weight_paths())
 
     def tokenizer_hash(self) -> str:
         """sha256 over the tokenizer's files; the chat template has its own hash."""
@@ -135,7 +131,7 @@ class TargetFiles:
                 continue
             data = path.read_bytes()
             if name == "tokenizer_config.json":
-                settings = _json(path)
+                settings = json_object(path)
                 settings.pop("chat_template", None)
                 data = json.dumps(settings, sort_keys=True).encode()
             total.update(f"{name} {hashlib.sha256(data).hexdigest()}\n".encode())
@@ -198,40 +194,22 @@ class TargetFiles:
 
     @cached_property
     def _weight_paths(self) -> tuple[Path, ...]:
-        if not any(self.directory.glob("*.safetensors")) and _is_snapshot(self.directory):
-            _snapshot(self.name, self.directory.name, with_weights=True)
-        index = self.directory / "model.safetensors.index.json"
-        if index.is_file():
-            names = _indexed(index)
-        else:
-            names = sorted(path.name for path in self.directory.glob("*.safetensors"))
-        if not names:
-            pickled = sorted(
-                path.name for path in self.directory.iterdir() if path.suffix in {".bin", ".pt"}
-            )
-            hint = f"; {pickled[0]} is a pickle and is not read" if pickled else ""
-            raise UsageError(
-                f"target {self.name}: no .safetensors file in {self.directory}{hint}: save the "
-                "model as safetensors"
-            )
-        missing = [name for name in names if not (self.directory / name).is_file()]
-        if missing:
-            raise UsageError(f"target {self.name}: {self.directory / missing[0]} is missing")
-        return tuple(self.directory / name for name in names)
+        return weightfiles.found(self.name, self.directory)
 
     def check_weights(self) -> None:
         """Raise UsageError for weights that are missing or cut short; only headers are read.
 
         What the hub has not given yet is not fetched for it.
         """
-        if not _is_snapshot(self.directory) or any(self.directory.glob("*.safetensors")):
+        is_fetched = any(self.directory.glob("*.safetensors"))
+        if is_fetched or not weightfiles.is_snapshot(self.directory):
             weights.check(self.name, self.weight_paths())
 
     def _end_ids(self) -> dict[int, str]:
         """Ids that mean pad or eos anywhere in the target's files -> which of the two."""
         tokenizer = self.tokenizer()
         generation_path = self.directory / "generation_config.json"
-        generation = _json(generation_path) if generation_path.is_file() else {}
+        generation = json_object(generation_path) if generation_path.is_file() else {}
         ends: dict[int, str] = {}
         for kind in ("pad", "eos"):
             key = f"{kind}_token_id"
@@ -267,7 +245,7 @@ def resolve(config: TargetConfig) -> TargetFiles:
     elif Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise UsageError(f"target {name}: not a directory of a model, nor a .gguf file")
     else:
-        directory = _snapshot(name, config.revision or None, with_weights=False)
+        directory = weightfiles.snapshot(name, config.revision or None, with_weights=False)
     return TargetFiles(directory, name, trust_remote_code=config.trust_remote_code)
 
 
@@ -285,7 +263,7 @@ def _config(directory: Path, name: str, trust_remote_code: bool) -> PretrainedCo
             directory, trust_remote_code=trust_remote_code
         )
     except (*_CONFIG_ERRORS, OSError, ImportError) as error:
-        model_type = _json(directory / "config.json").get("model_type", "")
+        model_type = json_object(directory / "config.json").get("model_type", "")
         raise UsageError(
             f"target {name}: this transformers cannot read config.json of a model of type "
             f"{model_type!r}: {first_line(error)}"
@@ -296,50 +274,3 @@ def _config(directory: Path, name: str, trust_remote_code: bool) -> PretrainedCo
             f"target {name}: model type {config.model_type!r} is no causal language model"
         )
     return config
-
-
-def _snapshot(name: str, revision: str | None, *, with_weights: bool) -> Path:
-    """Directory of the hub's files; from the cache when offline."""
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
-    if with_weights:
-        patterns.append("*.safetensors")
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        # hub errors are OSErrors (HTTP, offline, nothing in the cache) or ValueErrors (bad name)
-        raise UsageError(
-            f"target {name}: no such directory, and the hub does not give it: {first_line(error)}"
-        ) from error
-
-
-def _is_snapshot(directory: Path) -> bool:
-    return directory.parent.name == "snapshots"
-
-
-def _file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _indexed(index: Path) -> list[str]:
-    """File names in a checkpoint's index, each of the index's own directory."""
-    places = _json(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise UsageError(f"{index} names no weights: expected a weight_map")
-    names = sorted({str(name) for name in places.values()})
-    foreign = [name for name in names if Path(name).name != name]
-    if foreign:
-        raise UsageError(f"{index} names {foreign[0]!r}: expected files of its own directory")
-    return names
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} holds no JSON object")
-    return values

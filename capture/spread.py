@@ -9,9 +9,9 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from dflash_pipeline.capture.structure import decoder_of
 from dflash_pipeline.configs.errors import UsageError
 
 # not annotated by transformers
@@ -46,31 +46,23 @@ def device_map(
         raise UsageError(
             f"--gpus-per-target {len(devices)}: the target has {num_layers} layers, use fewer GPUs"
         )
+    try:
+        _, layers = decoder_of(model, num_layers)
+    except ValueError as error:
+        raise UsageError(f"--gpus-per-target: {error}") from error
     embedding = model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    lists = [
-        child
-        for module in model.modules()
-        if any(one is embedding for one in module.children())
-        for child in module.children()
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers
-    ]
-    if len(lists) != 1:
-        raise UsageError(
-            f"--gpus-per-target: {type(model).__name__} has no single list of {num_layers} decoder "
-            "layers beside its embedding, so its layers cannot be shared out"
-        )
     placed = {
-        f"{names[lists[0]]}.{layer}": devices[layer * len(devices) // num_layers]
+        f"{names[layers]}.{layer}": devices[layer * len(devices) // num_layers]
         for layer in range(num_layers)
     }
     # a tied head is the embedding, and the last states go to the head
     is_tied = bool(config.tie_word_embeddings)
     placed[names[embedding]] = devices[-1] if is_tied else devices[0]
-    above = _above(names[lists[0]], names[embedding])
+    above = _above(names[layers], names[embedding])
     for module, name in names.items():
         parent = name.rpartition(".")[0]
-        if name and parent in above and name not in above and module is not lists[0]:
+        if name and parent in above and name not in above and module is not layers:
             placed.setdefault(name, devices[-1])
     return placed
 

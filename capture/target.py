@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from dflash_pipeline.capture import weights
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.spread import device_map, spread_devices, spread_text
+from dflash_pipeline.capture.structure import decoder_of, final_norm_of
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import dtype_name
 
@@ -27,7 +28,6 @@ _loader: Any = AutoModelForCausalLM
 _logging: Any = transformers_logging
 
 Take = Callable[[int, torch.Tensor], None]
-NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 
 
 def compute_dtype(name: str, kind: str) -> torch.dtype:
@@ -71,8 +71,8 @@ class Target:
         self.model: Any = model.train(False).requires_grad_(False)
         self.layer_ids = tuple(layer_ids)
         text_config = model.config.get_text_config(decoder=True)
-        self.backbone, self.layers = _decoder(model, text_config.num_hidden_layers)
-        self.norm = _final_norm(self.backbone)
+        self.backbone, self.layers = decoder_of(model, text_config.num_hidden_layers)
+        self.norm = final_norm_of(self.backbone)
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ValueError(f"{type(model).__name__} has no linear head")
@@ -202,29 +202,3 @@ class Target:
                 self._take(place, hidden_BTH.to(self.device))
 
         return give
-
-
-def _decoder(model: PreTrainedModel, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
-    """The text model and its decoder layers: the one list of `num_layers` beside the embedding."""
-    embedding = model.get_input_embeddings()
-    found = [
-        (module, child)
-        for module in model.modules()
-        if any(child is embedding for child in module.children())
-        for child in module.children()
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers
-    ]
-    if len(found) != 1:
-        raise ValueError(
-            f"{type(model).__name__}: expected one list of {num_layers} decoder layers beside its "
-            f"embedding, found {len(found)}; this family is not supported"
-        )
-    return found[0]
-
-
-def _final_norm(backbone: nn.Module) -> nn.Module:
-    for name in NORM_NAMES:
-        norm = getattr(backbone, name, None)
-        if isinstance(norm, nn.Module):
-            return norm
-    raise ValueError(f"{type(backbone).__name__}: no final norm under one of {NORM_NAMES}")

@@ -7,15 +7,16 @@ length, one set short (mean 600 tokens, sigma 0.8) and one long (mean 1,500, sig
 plan` measures on the short ones; from that measurement it predicts the long ones, which are then
 captured and trained on by the commands themselves, one epoch. Prints the seconds of the measuring
 command and, for each stage, what was predicted, what it took and their ratio: the whole command
-from its first to its last moment, and its steady part alone (tokens and steps a second). On a CPU
-(`--shape tiny`, the default there) others may take the cores away meanwhile: then the processor
-seconds of a command, printed beside, are those to compare, and `--rounds` repeats all of it and
-ends with medians. Writes plan.json into $OUT where that is set. About three minutes on one H200.
+from its first to its last moment, and its steady part alone (tokens and steps a second). `--rounds`
+repeats all of it and ends with medians. Where others use the machine's cores meanwhile,
+`--processor-time` (on a CPU) has each process measure its own processor seconds instead of the
+wall's. Writes plan.json into $OUT where that is set. About three minutes on one H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,15 @@ import numpy as np
 import torch
 import transformers
 
+from dflash_pipeline.configs import status
+from dflash_pipeline.configs.costs import CaptureCosts, TrainCosts, TrainWork
+from dflash_pipeline.configs.load import from_dict, load, to_dict
+from dflash_pipeline.configs.measuring import work_of
+from dflash_pipeline.configs.prediction import HOUR_S, Predictor
+from dflash_pipeline.configs.schema import Run
+
 sys.path.append(str(Path(__file__).parents[1]))
+from places import cpu_place
 from tiny_targets import tiny_tokenizer
 
 SEED = 0
@@ -132,11 +141,73 @@ def dflash(folder: Path, *words: str) -> Took:
     return Took(wall_s, cpu_s, done.stdout)
 
 
+def in_processor_time(folder: Path, entry: str, run: Run, extra: dict[str, object]) -> float:
+    """Run a stage in a process of its own, whose clocks count its processor time; seconds."""
+    job = folder / "job.json"
+    job.write_text(json.dumps({"entry": entry, "run": to_dict(run), "extra": extra}))
+    words = [sys.executable, __file__, "--job", str(job)]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{entry}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return float(done.stdout.splitlines()[-1])
+
+
+def work_off(job: Path) -> None:
+    """What `in_processor_time` starts."""
+    for name in ("perf_counter", "monotonic"):
+        setattr(time, name, time.process_time)
+    # before the stages import it by name
+    status.process_age_s = time.process_time
+    told = json.loads(job.read_text())
+    module, _, function = told["entry"].partition(":")
+    place = cpu_place(job.parent / "logs", module.rpartition(".")[2])
+    getattr(importlib.import_module(f"dflash_pipeline.{module}"), function)(
+        from_dict(told["run"]), place, told["extra"]
+    )
+    print(time.process_time())
+
+
+def one_round_in_processor_time(folder: Path, config: list[str]) -> dict[str, float]:
+    """Each process of the same commands, without the one that only waits for them."""
+    short, long = (
+        load("", [*config[1::2], f'data.files=["{name}.jsonl"]', "store.path=store"], {})
+        for name in ("short", "long")
+    )
+    long = replace(
+        long,
+        train=replace(long.train, out="run"),
+        capture=replace(long.capture, force=True),
+    )
+    measured = {}
+    for name, run in (("measured", short), ("counted", long)):
+        (folder / name).mkdir()
+        extra: dict[str, object] = {"folder": name, "is_measured": name == "counted"}
+        for stage in ("capture", "train"):
+            entry = f"{stage}.measure:main"
+            measured[name, stage] = in_processor_time(folder, entry, run, extra)
+    predictor = Predictor(
+        long,
+        work_of(json.loads((folder / "counted/work.json").read_text())),
+        CaptureCosts(**json.loads((folder / "measured/costs.json").read_text())),
+        TrainWork(**json.loads((folder / "counted/train_work.json").read_text())),
+        TrainCosts(**json.loads((folder / "measured/train_costs.json").read_text())),
+    )
+    extra = {"kind": "cpu", "num_workers": 1, "only_count": False}
+    took = {
+        "capture": in_processor_time(folder, "capture.planning:plan_and_capture", long, extra),
+        "train": in_processor_time(folder, "train.worker:main", long, {"resume": False}),
+    }
+    figures = {"plan: cpu s": sum(s for (name, _), s in measured.items() if name == "measured")}
+    for stage in (predictor.capture(1), predictor.train(1)):
+        predicted_s = stage.hours * HOUR_S
+        figures[f"{stage.name}: predicted s"] = predicted_s
+        figures[f"{stage.name}: cpu s"] = took[stage.name]
+        figures[f"ratio: {stage.name}, whole"] = predicted_s / took[stage.name]
+    return figures
+
+
 def one_round(folder: Path, config: list[str]) -> dict[str, float]:
     """Measure on the short ones, predict the long ones, and run them."""
-    for name in ("measured.json", "store", "store.logs", "run"):
-        path = folder / name
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     base = ["--set", "train.stores=", *config]
     planned = ["plan", "--store", "store", "--measurement", "measured.json", "--json"]
     measured = dflash(folder, *planned, "--data", "short.jsonl", *base)
@@ -222,7 +293,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--mode", choices=["bf16", "int8", "int4"], default="int4")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--processor-time", action="store_true")
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.job:
+        work_off(options.job)
+        return
     shape = SHAPES[options.shape]
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as name:
         folder = Path(name)
@@ -234,7 +310,13 @@ def main() -> None:
             config += ["--gpus", "0"]
         rounds: list[dict[str, Any]] = []
         for number in range(options.rounds):
-            rounds.append(one_round(folder, config))
+            for made in ("measured.json", "measured", "counted", "store", "store.logs", "run"):
+                path = folder / made
+                if path.is_dir():
+                    shutil.rmtree(path)
+                path.unlink(missing_ok=True)
+            tried = one_round_in_processor_time if options.processor_time else one_round
+            rounds.append(tried(folder, config))
             print(f"round {number + 1} of {options.rounds}")
             for key, value in rounds[-1].items():
                 print(f"  {key:28} {value:,.4g}", flush=True)

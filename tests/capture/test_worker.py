@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from dflash_pipeline.capture import forward, worker
 from dflash_pipeline.capture.construction import build_store
 from dflash_pipeline.capture.model import TargetFiles, resolve
+from dflash_pipeline.capture.offload import Parcel
 from dflash_pipeline.capture.pack import BatchIndex
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shapes
@@ -39,6 +41,7 @@ from dflash_pipeline.configs.schema import (
 )
 from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store.check import verify
+from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.spec import ShardId
 from places import cpu_place
@@ -323,6 +326,47 @@ def test_a_target_that_fails_everywhere_ends_the_run(
     monkeypatch.setattr(Target, "run", forward)
     with pytest.raises(ValueError, match="RuntimeError: no kernel image is available"):
         _capture(run)
+
+
+def _fail_late(monkeypatch: pytest.MonkeyPatch, calls: Callable[[int], bool]) -> None:
+    """What the device meets in a batch comes out when its rows are waited for."""
+    wait, count = Parcel.wait, itertools.count()
+
+    def failing(parcel: Parcel) -> None:
+        if calls(next(count)):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        wait(parcel)
+
+    monkeypatch.setattr(Parcel, "wait", failing)
+
+
+def test_what_the_device_meets_after_a_batch_was_queued_counts_against_its_shard(
+    run: Run,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _fail_late(monkeypatch, lambda call: call == 3)
+    _capture(run)
+    assert "failed (1 of 3): RuntimeError: CUDA error: an illegal" in capsys.readouterr().out
+    assert _differing(Path(run.store.path), whole) == []
+
+
+def test_a_device_that_is_broken_is_named_before_its_buffers_are_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(_forward: forward.Forward, failed: Exception) -> None:
+        raise ValueError(f"the device is unusable after: {failed}")
+
+    _fail_late(monkeypatch, lambda call: call >= 3)
+    monkeypatch.setattr(forward.Forward, "check_device", check)
+    with pytest.raises(ValueError, match="the device is unusable after: RuntimeError: CUDA error"):
+        _capture(run)
+    store = open_store(run.store.path)
+    leases = Leases(store.path, store.layout, heartbeat_s=10, hung_s=600)
+    with leases:
+        # against its shard all the same: it may be what breaks devices
+        assert sum(leases.failures().values()) == 1
 
 
 def test_rows_that_the_gate_refuses_are_never_committed(
