@@ -68,7 +68,18 @@ def read(url: str) -> Counters:
     parts = urlsplit(url)
     base = f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix('/').removesuffix('/v1')}"
     text = _fetch(f"{base}/metrics")
-    values = parsed(text or "")
+    if (counters := counted(text or "")) is not None:
+        return counters
+    for path in _INFO_PATHS:
+        if (info := _fetch(base + path)) is not None:
+            return _of_info(base, info)
+    told = "/metrics does not answer" if text is None else "/metrics has no spec_decode counters"
+    raise UsageError(f"server {url}: {told}, and neither does /get_server_info; {_MISSING}")
+
+
+def counted(text: str) -> Counters | None:
+    """The counters in a server's metrics (Prometheus text); None: it does not count there."""
+    values = parsed(text)
     if any(name.startswith(_VLLM) for name, _ in values):
         return _of_vllm(values)
     if any(name == f"{_SGLANG}verify_calls_total" for name, _ in values):
@@ -77,11 +88,7 @@ def read(url: str) -> Counters:
             tokens=_sum(values, "sglang:generation_tokens_total"),
             cycles=_sum(values, f"{_SGLANG}verify_calls_total"),
         )
-    for path in _INFO_PATHS:
-        if (info := _fetch(base + path)) is not None:
-            return _of_info(base, info)
-    told = "/metrics does not answer" if text is None else "/metrics has no spec_decode counters"
-    raise UsageError(f"server {url}: {told}, and neither does /get_server_info; {_MISSING}")
+    return None
 
 
 def parsed(text: str) -> dict[tuple[str, int | None], float]:
