@@ -112,8 +112,17 @@ def main(run: Run, place: Place, extra: Mapping[str, object]) -> None:
     log.say(f"{checkpoint.path} is now {out} ({extra['layout']} layout), read back bit for bit")
     is_servable = run.target.id not in ("", *PACKAGED)
     commands = serving_commands(checkpoint.shape, out, run.target.id if is_servable else "TARGET")
-    # SGLang knows no speculators layout
-    commands = commands if extra["layout"] == "zlab" else commands[:1]
+    scale = checkpoint.shape.input_embedding_scale
+    if extra["layout"] == "speculators":
+        # SGLang knows no speculators layout
+        commands = commands[:1]
+    elif scale != 1.0:
+        # SGLang takes rows from the target's own module, which has multiplied them
+        commands = commands[1:]
+        log.say(
+            f"this target multiplies its embedding by {scale:g}; vLLM does not do so for a "
+            "drafter, which would propose badly there: no line for it"
+        )
     if not is_servable:
         known = f"{run.target.id} is a name of this package alone; " if run.target.id else ""
         log.say(

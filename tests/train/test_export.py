@@ -28,6 +28,8 @@ from dflash_pipeline.train.shape import DrafterShape, tensor_shapes
 from dflash_pipeline.train.tensorfile import write_tensors
 from places import cpu_place
 
+# what the servers' own code made of exports
+BENCH = Path(__file__).parents[1] / "bench"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -76,6 +78,17 @@ def speculators(path: Path, of: DrafterShape, body: dict[str, torch.Tensor]) -> 
     matrix_VH = torch.randn(of.vocab_size, of.hidden_size).bfloat16()
     # a tied target hands out one matrix twice
     write_speculators(path, of, body, matrix_VH, matrix_VH, "org/target", ["Qwen3ForCausalLM"])
+
+
+def keys(config: dict[str, Any]) -> set[str]:
+    """Those of nested tables as `outer.inner`."""
+    nested = {
+        f"{name}.{inner}"
+        for name, value in config.items()
+        if isinstance(value, dict)
+        for inner in keys(value)
+    }
+    return nested | {name for name, value in config.items() if not isinstance(value, dict)}
 
 
 def config_of(path: Path) -> Any:
@@ -412,6 +425,43 @@ def test_serving_commands_can_be_typed_whatever_the_names_hold() -> None:
     assert json.loads(vllm[-1])["model"] == str(path)
     assert sglang[sglang.index("--model-path") + 1] == target
     assert sglang[sglang.index("--speculative-draft-model-path") + 1] == str(path)
+
+
+def test_the_readme_shows_the_lines_that_are_printed() -> None:
+    readme = (Path(export.__file__).parents[1] / "README.md").read_text()
+    lines = serving_commands(shape(block_size=16), Path("drafter"), "TARGET")
+    assert "```bash\n" + "\n".join(lines) + "\n```" in readme
+
+
+def test_a_server_that_leaves_out_the_scale_of_the_embedding_is_not_offered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = json.loads((BENCH / "servers_vllm.json").read_text())
+    assert measured["input_embedding_scale"] is False
+    of = shape(input_embedding_scale=4.0)
+    write_zlab(tmp_path / "in", of, tensors(of))
+    extra = {"checkpoint": str(tmp_path / "in"), "out": str(tmp_path / "z"), "layout": "zlab"}
+    place = cpu_place(tmp_path / "logs", "export")
+    export.main(Run(target=TargetConfig(id="org/t")), place, extra | {"store": ""})
+    out = capsys.readouterr().out
+    assert "multiplies its embedding by 4; vLLM does not" in out
+    assert "vllm serve" not in out
+    assert "next: serve it with\n  python -m sglang.launch_server --model-path org/t " in out
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_servers_have_read_what_is_written_now(server: str, tmp_path: Path) -> None:
+    measured = json.loads((BENCH / f"servers_{server}.json").read_text())
+    assert len(measured["cases"]) == {"vllm": 20, "sglang": 12}[server]
+    for case in measured["cases"]:
+        assert max(case["errors"].values()) <= measured["tolerance"] < case["control"], case["name"]
+    of = shape(num_layers=3, layer_types=("full_attention",) * 3)
+    write_zlab(tmp_path / "zlab", of, tensors(of))
+    speculators(tmp_path / "speculators", of, tensors(of))
+    for name, read in measured["layouts"].items():
+        # other keys or tensors than these no server has seen: run tests/bench/servers.py again
+        assert keys(config_of(tmp_path / name)) == set(read["config"])
+        assert load_file(tmp_path / name / "model.safetensors").keys() == set(read["tensors"])
 
 
 def test_the_command_turns_one_layout_into_the_other(
