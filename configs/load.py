@@ -244,13 +244,15 @@ def _checked(value: object, kind: Any, place: str) -> object:
         return tuple(_checked(one, item, f"{place}[{i}]") for i, one in enumerate(items))
     assert isinstance(kind, type), f"the schema holds a type that is not read here: {kind}"
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise UsageError(f"{place} is too large a number: {value:.3g}")
+        # a float, which would be shorter, cannot hold each of them
+        raise UsageError(f"{place} is too large a number: it has {len(str(abs(value)))} digits")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"{place} must be a finite number, got {value}")
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise UsageError(f"{place} must be {kind.__name__}, got {value!r}")
+        wanted = "true or false" if kind is bool else kind.__name__
+        raise UsageError(f"{place} must be {wanted}, got {value!r}")
     return value
 
 

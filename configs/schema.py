@@ -32,6 +32,39 @@ def _need(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _at_least(section: str, config: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _need(value >= least, f"{section}.{name} must be at least {least}, got {value}")
+
+
+def _above_zero(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _need(value > 0, f"{section}.{name} must be above 0, got {value}")
+
+
+def _share(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _need(0 <= value <= 1, f"{section}.{name} must be in [0, 1], got {value}")
+
+
+def _below_one(section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _need(0 <= value < 1, f"{section}.{name} must be in [0, 1), got {value}")
+
+
+def _layer_ids(section: str, layer_ids: tuple[int, ...]) -> None:
+    for layer_id in layer_ids:
+        _need(layer_id >= 0, f"{section}.layer_ids holds {layer_id}: a layer id is at least 0")
+    _need(
+        len(set(layer_ids)) == len(layer_ids),
+        f"{section}.layer_ids {layer_ids} names a layer twice",
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetConfig:
     """The frozen language model that the drafter learns to run ahead of."""
@@ -62,19 +95,13 @@ class TargetConfig:
     """Run Python that comes with the model. Off unless asked for."""
 
     def __post_init__(self) -> None:
-        _need(self.num_gpus >= 1, f"target.num_gpus must be at least 1, got {self.num_gpus}")
-        _need(self.num_capture_layers >= 1, "target.num_capture_layers must be at least 1")
+        _at_least("target", self, 1, "num_gpus", "num_capture_layers")
         _need(
             self.mask_token_id >= -1,
             f"target.mask_token_id must be at least 0, or -1 for the usual one, got "
             f"{self.mask_token_id}",
         )
-        for layer_id in self.layer_ids:
-            _need(layer_id >= 0, f"target.layer_ids holds {layer_id}: a layer id is at least 0")
-        _need(
-            len(set(self.layer_ids)) == len(self.layer_ids),
-            f"target.layer_ids {self.layer_ids} names a layer twice",
-        )
+        _layer_ids("target", self.layer_ids)
         for argument in self.template_args:
             _need("=" in argument, f"target.template_args holds {argument!r}: write key=value")
 
@@ -99,10 +126,9 @@ class DataConfig:
     """Share of rows that may be unusable before the run fails."""
 
     def __post_init__(self) -> None:
-        _need(self.max_len >= 2, f"data.max_len must be at least 2, got {self.max_len}")
-        _need(self.limit >= 0, f"data.limit must be at least 0, got {self.limit}")
-        _need(0 <= self.heldout <= 1, f"data.heldout must be in [0, 1], got {self.heldout}")
-        _need(0 <= self.max_bad_share <= 1, "data.max_bad_share must be in [0, 1]")
+        _at_least("data", self, 2, "max_len")
+        _at_least("data", self, 0, "limit")
+        _share("data", self, "heldout", "max_bad_share")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +148,7 @@ class StoreConfig:
     """A shard is the fewest whole batches whose `hidden` reaches this size, in bytes."""
 
     def __post_init__(self) -> None:
-        _need(
-            self.shard_bytes >= 1, f"store.shard_bytes must be at least 1, got {self.shard_bytes}"
-        )
+        _at_least("store", self, 1, "shard_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,15 +181,11 @@ class GenerateConfig:
     """Seed of sampled answers; each answer derives its own from it, its id and k."""
 
     def __post_init__(self) -> None:
-        _need(self.samples >= 1, f"generate.samples must be at least 1, got {self.samples}")
-        _need(self.temperature >= 0, "generate.temperature must be at least 0")
+        counts = ("samples", "max_new_tokens", "batch_size", "concurrency")
+        _at_least("generate", self, 1, *counts)
+        _at_least("generate", self, 0, "temperature", "top_k", "retries")
+        _above_zero("generate", self, "timeout_s")
         _need(0 < self.top_p <= 1, f"generate.top_p must be in (0, 1], got {self.top_p}")
-        _need(self.top_k >= 0, f"generate.top_k must be at least 0, got {self.top_k}")
-        _need(self.retries >= 0, f"generate.retries must be at least 0, got {self.retries}")
-        _need(self.timeout_s > 0, f"generate.timeout_s must be above 0, got {self.timeout_s}")
-        _need(self.max_new_tokens >= 1, "generate.max_new_tokens must be at least 1")
-        _need(self.batch_size >= 1, "generate.batch_size must be at least 1")
-        _need(self.concurrency >= 1, "generate.concurrency must be at least 1")
         _need(
             self.samples == 1 or self.temperature > 0,
             f"generate.samples = {self.samples} needs a temperature above 0: "
@@ -216,27 +236,32 @@ class CaptureConfig:
     """Seed of the order of batches."""
 
     def __post_init__(self) -> None:
-        parse_size(self.quota)
+        try:
+            quota_bytes = parse_size(self.quota)
+        except ValueError as error:
+            raise ValueError(f"capture.quota: {error}") from None
         _need(
-            self.num_consumers >= 1,
-            f"capture.num_consumers must be at least 1, got {self.num_consumers}",
+            not self.quota or quota_bytes > 0,
+            f"capture.quota {self.quota} holds no shard: leave it out for no bound",
         )
+        _at_least("capture", self, 1, "num_consumers")
         _need(
             self.num_consumers == 1 or self.quota != "",
             f"capture.num_consumers is {self.num_consumers}, but without capture.quota no shard is "
             "deleted: give --quota as well, or leave it out",
         )
-        _need(self.price >= 0, f"capture.price must be at least 0, got {self.price}")
-        _need(self.device_buffers >= 2, "capture.device_buffers must be at least 2")
-        _need(self.host_buffers >= 2, "capture.host_buffers must be at least 2")
-        _need(self.token_budget >= 64, "capture.token_budget must be at least 64")
-        _need(self.num_buckets >= 1, "capture.num_buckets must be at least 1")
-        _need(self.pad_multiple >= 1, "capture.pad_multiple must be at least 1")
-        _need(self.gate_samples >= 1, "capture.gate_samples must be at least 1")
-        _need(0 <= self.max_bad_share <= 1, "capture.max_bad_share must be in [0, 1]")
-        _need(self.max_shard_failures >= 1, "capture.max_shard_failures must be at least 1")
-        _need(self.heartbeat_s > 0, "capture.heartbeat_s must be above 0")
-        _need(self.hung_s > 2 * self.heartbeat_s, "capture.hung_s must exceed two heartbeats")
+        _at_least("capture", self, 0, "price")
+        counts = ("num_buckets", "pad_multiple", "gate_samples", "max_shard_failures")
+        _at_least("capture", self, 1, *counts)
+        _at_least("capture", self, 2, "device_buffers", "host_buffers")
+        _at_least("capture", self, 64, "token_budget")
+        _share("capture", self, "max_bad_share")
+        _above_zero("capture", self, "heartbeat_s")
+        _need(
+            self.hung_s > 2 * self.heartbeat_s,
+            f"capture.hung_s must exceed two heartbeats of {self.heartbeat_s:g} s, got "
+            f"{self.hung_s:g}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,21 +292,16 @@ class DrafterConfig:
     """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
-        _need(self.num_layers >= 1, f"drafter.num_layers must be at least 1, got {self.num_layers}")
-        _need(self.block_size >= 2, f"drafter.block_size must be at least 2, got {self.block_size}")
-        for layer_id in self.layer_ids:
-            _need(layer_id >= 0, f"drafter.layer_ids holds {layer_id}: a layer id is at least 0")
-        _need(
-            len(set(self.layer_ids)) == len(self.layer_ids),
-            f"drafter.layer_ids {self.layer_ids} names a layer twice",
-        )
+        _at_least("drafter", self, 1, "num_layers")
+        _at_least("drafter", self, 2, "block_size")
+        _layer_ids("drafter", self.layer_ids)
         sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
-        for name in (*sizes, "rope_theta"):
-            _need(getattr(self, name) >= 0, f"drafter.{name} must be at least 0")
-        _need(self.init_std > 0, f"drafter.init_std must be above 0, got {self.init_std}")
+        _at_least("drafter", self, 0, *sizes, "rope_theta")
+        _above_zero("drafter", self, "init_std")
         _need(
             0 <= self.num_full_layers <= self.num_layers,
-            "drafter.num_full_layers must be between 0 and drafter.num_layers",
+            f"drafter.num_full_layers must be between 0 and drafter.num_layers, "
+            f"{self.num_layers}, got {self.num_full_layers}",
         )
 
 
@@ -313,21 +333,14 @@ class LossConfig:
     """Drafted positions whose logits exist at the same time (4 bytes x vocabulary each)."""
 
     def __post_init__(self) -> None:
-        _need(self.ce >= 0, f"loss.ce must be at least 0, got {self.ce}")
-        _need(self.kl >= 0, f"loss.kl must be at least 0, got {self.kl}")
-        _need(self.tv >= 0, f"loss.tv must be at least 0, got {self.tv}")
-        _need(self.cap_lambda >= 0, f"loss.cap_lambda must be at least 0, got {self.cap_lambda}")
+        _at_least("loss", self, 0, "ce", "kl", "tv", "cap_lambda")
         _need(
             self.ce + self.kl + self.tv > 0,
             "loss.ce, loss.kl and loss.tv are all 0: nothing to learn",
         )
-        _need(
-            0 <= self.dpace_alpha < 1,
-            f"loss.dpace_alpha must be in [0, 1), got {self.dpace_alpha}",
-        )
-        _need(self.temperature > 0, "loss.temperature must be above 0")
-        _need(self.gamma > 0, f"loss.gamma must be above 0, got {self.gamma}")
-        _need(self.position_chunk >= 1, "loss.position_chunk must be at least 1")
+        _below_one("loss", self, "dpace_alpha")
+        _above_zero("loss", self, "temperature", "gamma")
+        _at_least("loss", self, 1, "position_chunk")
 
     @property
     def needs_last(self) -> bool:
@@ -358,22 +371,19 @@ class OptimConfig:
     decay: float = 0.2
     """wsd: share of all steps over which it falls at the end."""
     min_lr_share: float = 0.0
-    """Share of the peak that is left at the last step."""
+    """Share of the peak that the schedule ends at."""
 
     def __post_init__(self) -> None:
-        _need(self.lr > 0, f"optim.lr must be above 0, got {self.lr}")
-        _need(self.eps > 0, f"optim.eps must be above 0, got {self.eps}")
-        _need(self.weight_decay >= 0, "optim.weight_decay must be at least 0")
-        _need(0 <= self.beta1 < 1, "optim.beta1 must be in [0, 1)")
-        _need(0 <= self.beta2 < 1, "optim.beta2 must be in [0, 1)")
-        _need(self.clip >= 0, "optim.clip must be at least 0")
-        _need(0 <= self.warmup < 1, "optim.warmup must be in [0, 1)")
-        _need(0 < self.decay <= 1, "optim.decay must be in (0, 1]")
+        _above_zero("optim", self, "lr", "eps")
+        _at_least("optim", self, 0, "weight_decay", "clip")
+        _below_one("optim", self, "beta1", "beta2", "warmup")
+        _need(0 < self.decay <= 1, f"optim.decay must be in (0, 1], got {self.decay}")
         _need(
             self.schedule != "wsd" or self.warmup + self.decay <= 1,
-            "optim.warmup + optim.decay must not exceed 1 with optim.schedule = wsd",
+            f"optim.warmup + optim.decay must not exceed 1 with optim.schedule = wsd, got "
+            f"{self.warmup:g} + {self.decay:g}",
         )
-        _need(0 <= self.min_lr_share <= 1, "optim.min_lr_share must be in [0, 1]")
+        _share("optim", self, "min_lr_share")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -392,8 +402,7 @@ class FeedConfig:
     """Compare the checksum of every chunk that is read."""
 
     def __post_init__(self) -> None:
-        _need(self.threads >= 1, f"feed.threads must be at least 1, got {self.threads}")
-        _need(self.depth >= 1, f"feed.depth must be at least 1, got {self.depth}")
+        _at_least("feed", self, 1, "threads", "depth")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -462,22 +471,16 @@ class TrainConfig:
     """Steps to trace with torch.profiler into OUT/profile, as FIRST-LAST; empty: none."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "anchors_per_sample", "batch_anchors", "accumulate", "log_every"):
-            _need(getattr(self, name) >= 1, f"train.{name} must be at least 1")
-        for name in ("save_every", "keep", "max_bad_steps"):
-            _need(getattr(self, name) >= 1, f"train.{name} must be at least 1")
-        _need(self.batch_tokens >= 2, "train.batch_tokens must be at least 2")
-        _need(self.max_steps >= 0, "train.max_steps must be at least 0")
-        _need(self.validate_every >= 0, "train.validate_every must be at least 0")
-        _need(self.validate_samples >= 1, "train.validate_samples must be at least 1")
-        _need(self.patience >= 0, f"train.patience must be at least 0, got {self.patience}")
-        _need(self.min_gain >= 0, f"train.min_gain must be at least 0, got {self.min_gain}")
+        drawn = ("epochs", "anchors_per_sample", "batch_anchors", "accumulate", "validate_samples")
+        _at_least("train", self, 1, *drawn, "log_every", "save_every", "keep", "max_bad_steps")
+        _at_least("train", self, 2, "batch_tokens")
+        _at_least("train", self, 0, "max_steps", "validate_every", "patience", "min_gain")
+        _at_least("train", self, 0, "noise_std")
+        _above_zero("train", self, "timeout_s")
         _need(
             not self.patience or self.validate_every > 0,
             "train.patience counts validations: set train.validate_every above 0",
         )
-        _need(self.timeout_s > 0, f"train.timeout_s must be above 0, got {self.timeout_s}")
-        _need(self.noise_std >= 0, f"train.noise_std must be at least 0, got {self.noise_std}")
         first, dash, last = self.profile.partition("-")
         _need(
             not self.profile
@@ -523,13 +526,9 @@ class EvalConfig:
     """PNG file for tau by domain and acceptance by slot; empty: none."""
 
     def __post_init__(self) -> None:
-        _need(self.max_new_tokens >= 1, "eval.max_new_tokens must be at least 1")
-        _need(self.limit >= 0, "eval.limit must be at least 0")
-        _need(self.lookup_ngram >= 1, "eval.lookup_ngram must be at least 1")
-        _need(self.batch_size >= 1, f"eval.batch_size must be at least 1, got {self.batch_size}")
-        _need(self.temperature >= 0, "eval.temperature must be at least 0")
+        _at_least("eval", self, 1, "max_new_tokens", "lookup_ngram", "batch_size")
+        _at_least("eval", self, 0, "limit", "temperature", "top_k")
         _need(0 < self.top_p <= 1, f"eval.top_p must be in (0, 1], got {self.top_p}")
-        _need(self.top_k >= 0, f"eval.top_k must be at least 0, got {self.top_k}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
