@@ -17,6 +17,7 @@ from dflash_pipeline.configs import (
     answering,
     capturing,
     child,
+    effects,
     evaluation,
     fleet,
     following,
@@ -34,6 +35,7 @@ from dflash_pipeline.configs.gpus import listed
 from dflash_pipeline.configs.inputs import need
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import load, to_toml
+from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import (
     DATA,
     STORE_ARGUMENT,
@@ -52,7 +54,7 @@ from dflash_pipeline.configs.options import (
     sets_of,
 )
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import PACKAGED, Run
 from dflash_pipeline.configs.sizes import parse_size
 from dflash_pipeline.configs.stage import (
     ONE_CPU,
@@ -64,8 +66,7 @@ from dflash_pipeline.configs.stage import (
 )
 from dflash_pipeline.configs.sweep import read_variants
 
-# sections that only training reads
-TRAINING = ("drafter", "loss", "optim", "feed", "train")
+TRAINING = effects.sections()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -324,6 +325,11 @@ def evaluate(
 ) -> int:
     """Measure acceptance by decoding with the target, or by replaying a store without it."""
     run = resolve(context)
+    if check and (compare or run.eval.endpoint):
+        raise UsageError(
+            "--check tries the whole path here, with one drafter: leave --compare and --endpoint "
+            "(eval.endpoint) out"
+        )
     _look_at_evaluation(run, compare or (run.eval.drafter,))
     if compare:
         return evaluation.compare(run, compare, gpus, share_gpu)
@@ -498,6 +504,8 @@ def show_status(directory: str, as_json: bool, drop: str) -> int:
         extra = {"path": directory, "drop": drop, "json": False}
         code = look("dflash_pipeline.store.drop:main", "status", extra)
         return end(code, f"dflash status {shlex.quote(directory)}")
+    # of a store over several mounts its own directory
+    directory = str(root_of(directory))
     found = overview.found_in(directory)
     if as_json:
         click.echo(overview.json_text(found))
@@ -538,8 +546,8 @@ def show_config(context: click.Context) -> int:
 @dflash.command()
 @click.option(
     "--target",
-    type=click.Choice(["toy", "smollm2"]),
-    default="toy",
+    type=click.Choice(PACKAGED),
+    default=PACKAGED[0],
     show_default=True,
     help="toy comes with the package; smollm2 is a real language model of 135 M parameters.",
 )
@@ -547,16 +555,19 @@ def show_config(context: click.Context) -> int:
 @placed
 def demo(target: str, out: str, gpus: str, share_gpu: bool) -> int:
     """Do all of it on a small target: answers, store, drafter, acceptance, export."""
+    inputs.check_run_directory(out)
+    # each of its commands takes them; this process only runs those
+    devices_of(gpus, share_gpu)
     extra = {"target": target, "out": out, "gpus": gpus, "share_gpu": share_gpu}
     run = load(target, (), {})
     entry = "dflash_pipeline.capture.demo:main"
-    Path(out).mkdir(parents=True, exist_ok=True)
     code = launch(entry, run, ONE_CPU, "demo", f"{out}/logs", extra, sees_gpus=True)
     return end(code, f"dflash inspect {shlex.quote(out)}/store", this_line())
 
 
 def _look_at_evaluation(run: Run, drafters: Sequence[str]) -> None:
-    """The same of prompts, and whether drafters know conversations as this line renders them."""
+    """UsageError or ValueError where prompts are unusable, or drafters know conversations that are
+    rendered in another way than by this line."""
     from dflash_pipeline.capture import arguments
     from dflash_pipeline.capture import glance as data
     from dflash_pipeline.train import glance

@@ -29,6 +29,7 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import end_status, new_status, write_status
 
+# how long a process that was told to stop may take
 GRACE_S = 30.0
 # as a shell shows a process that SIGPIPE ended
 BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -148,7 +149,7 @@ def _end_with_parent() -> None:
 
 
 def _read_line(descriptor: int) -> bytes:
-    """One line, byte by byte past nothing: what follows is for `_end_with_parent`."""
+    """The one line that the parent writes; ends this process where the parent is gone before."""
     line = b""
     while not line.endswith(b"\n"):
         data = os.read(descriptor, 1 << 16)

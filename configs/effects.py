@@ -24,6 +24,11 @@ def effects() -> dict[str, str]:
     return found
 
 
+def sections() -> tuple[str, ...]:
+    """Those that training alone reads."""
+    return tuple(dict.fromkeys(key.partition(".")[0] for key in effects()))
+
+
 def changes_of_continuation(recorded: Run, now: Run) -> list[str]:
     """What a run that goes on must not have changed: `drafter.block_size: 16, now 8`."""
     return _changes(recorded, now, LEARNT)

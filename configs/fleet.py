@@ -73,14 +73,15 @@ def train_variants(
 
     Returns the best one's folder, and a signal or 0.
 
-    UsageError under torchrun, ValueError names those that failed.
+    UsageError under torchrun or where another stage holds a device, ValueError names those that
+    failed.
     """
     if torchrun.is_rank():
         raise UsageError("--sweep under torchrun: run the line itself, it starts a process each")
-    Path(out).mkdir(parents=True, exist_ok=True)
-    click.echo(f"train: {len(variants)} variants -> {out} on {devices}")
     entry = "dflash_pipeline.train.worker:main"
     with gpus.reserved(devices, "train", share):
+        Path(out).mkdir(parents=True, exist_ok=True)
+        click.echo(f"train: {len(variants)} variants -> {out} on {devices}")
         outcomes, signal = run_variants(entry, variants, devices, Path(out), resume, per_device)
     for text in table(outcomes):
         click.echo(text)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from dflash_pipeline.configs import refusal
-from dflash_pipeline.configs.child import BROKEN_PIPE
+from dflash_pipeline.configs.child import BROKEN_PIPE, GRACE_S
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices, device_name
 from dflash_pipeline.configs.load import to_dict
@@ -31,7 +31,6 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.screen import Lines, Screen
 from dflash_pipeline.configs.status import forget_ended, log_path, new_status, write_status
 
-GRACE_S = 30.0
 _CHILD = "from dflash_pipeline.configs.child import main; main()"
 
 

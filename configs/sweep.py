@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_pipeline.configs.effects import changes_of_result
+from dflash_pipeline.configs.effects import changes_of_result, sections
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import RUN_FILE, differences, from_dict, load, parse_file
 from dflash_pipeline.configs.schema import Run
 
-# what a variant may change; the rest belongs to the store, which all of them share
-SECTIONS = ("drafter", "loss", "optim", "feed", "train")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # what stands in the directory of a sweep or of a run: a variant's folder is taken for it
 _TAKEN = re.compile(r"logs|best|last|order|profile|tensorboard|step-.*|.*\.jsonl?")
@@ -73,9 +71,10 @@ def _resolved(
     if not isinstance(table, dict):
         raise UsageError(f"{origin} must be a table: write [{name}] above its keys")
     for section, values in table.items():
-        if section not in SECTIONS:
+        # the rest belongs to the store, which all of them share
+        if section not in sections():
             raise UsageError(
-                f"{origin} sets {section}: a variant changes {', '.join(SECTIONS)} alone"
+                f"{origin} sets {section}: a variant changes {', '.join(sections())} alone"
             )
         for key in values if isinstance(values, dict) else ():
             if f"{section}.{key}" in on_the_line or (section, key) == ("train", "out"):

@@ -468,7 +468,16 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash trian", "No such command 'trian'"),
         ("dflash capture --overlong cut", "'cut' is not one of 'truncate', 'drop'"),
         ("dflash train --epochs many", "'many' is not a valid integer"),
+        ("dflash train --store x --per-gpu 2", "--per-gpu shares a device out among the variants"),
         ("dflash status nowhere", "nowhere: no run has left its status; looked in"),
+        ("dflash demo --out a.jsonl", "--out a.jsonl is not a directory: name another one"),
+        ("dflash demo --out a.jsonl/d", "a.jsonl is not a directory; choose another place"),
+        ("dflash demo --gpus 1000", "--gpus 1000: there is no such GPU"),
+        ("dflash eval --drafter x --check --compare x x", "--check tries the whole path here"),
+        (
+            "dflash eval --drafter x --check --endpoint http://h/v1",
+            "leave --compare and --endpoint",
+        ),
         ("dflash eval", "what eval.drafter is: give --drafter CHECKPOINT"),
     ],
 )
@@ -514,6 +523,20 @@ def test_answers_to_no_prompt_at_all_are_a_failure(type_line: Callable[..., Ende
     assert "no prompt of a.jsonl was answered, none.jsonl is empty" in ended.err
     assert "next:" not in ended.out
     assert type_line(f"{line} some.jsonl").code == 0
+
+
+def test_what_a_demo_or_a_sweep_refuses_leaves_nothing(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_GPUS_AS_CPU", "1")
+    monkeypatch.setenv("REFUSES", "capture.demo")
+    Path("sweep.toml").write_text("[one]\ndrafter.num_layers = 3\n")
+    before = sorted(os.listdir())
+    assert type_line("dflash demo --out new/d").code == 2
+    with reserved(parse("1"), "capture", share=False):
+        ended = type_line("dflash train --gpus 1 --store x --out swept --sweep sweep.toml")
+    assert (ended.code, "GPU 1 is in use by dflash capture" in ended.err) == (2, True)
+    assert sorted(os.listdir()) == before
 
 
 def test_a_start_that_only_left_logs_may_be_tried_again(type_line: Callable[..., Ended]) -> None:
@@ -588,6 +611,7 @@ def test_status_of_a_store_that_lost_shards_since_says_so(type_line: Callable[..
     Path("hs/zarr.json").touch()
     ended = type_line("dflash status hs")
     assert ended.last_line.startswith("hs lacks shards, as after a repair: to go on, run its")
+    assert type_line("dflash status hs,elsewhere").last_line == ended.last_line
     Path("hs/commit_sealed/c").mkdir(parents=True)
     Path("hs/commit_sealed/c/0").touch()
     assert type_line("dflash status hs").last_line == "all of them are done"

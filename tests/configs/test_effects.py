@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from dflash_pipeline.configs.effects import changes_of_continuation, changes_of_result, effects
+from dflash_pipeline.configs.effects import (
+    changes_of_continuation,
+    changes_of_result,
+    effects,
+    sections,
+)
 from dflash_pipeline.configs.schema import FREE, LEARNT, RESULT, LossConfig, Run, TrainConfig
 
 TRAINING = ("drafter", "loss", "optim", "feed", "train")
@@ -25,7 +30,7 @@ def test_every_setting_of_training_has_one_mark_by_itself_or_by_its_section() ->
             found = [mark for mark in marks if mark is not None]
             assert len(found) == 1, f"{section.name}.{one.name}: mark what a change of it changes"
             assert found[0] in KINDS
-    assert {key.partition(".")[0] for key in effects()} == set(TRAINING)
+    assert sections() == TRAINING
 
 
 def test_what_is_learnt_may_never_change_and_what_is_judged_may_in_a_run_that_goes_on() -> None:
