@@ -45,10 +45,13 @@ def identity_differences(spec: StoreSpec, run: Run) -> list[str]:
 def plan_differences(spec: StoreSpec, attributes: Attributes, run: Run) -> list[str]:
     """What arranged a store, or where its calibration is from, that this run says otherwise."""
     recorded_run, this_run, found = attributes.run, to_dict(run), list[str]()
+    defaults = to_dict(Run())
     for section, names in _PLAN_FIELDS.items():
         before = recorded_run.get(section)
         for name in names:
-            value = before.get(name) if isinstance(before, dict) else None
+            # of a store from before there was this setting: it was as the default is
+            missing = defaults[section][name]
+            value = before.get(name, missing) if isinstance(before, dict) else None
             if value != this_run[section][name]:
                 found.append(f"{section}.{name}: {value!r} and {this_run[section][name]!r}")
     return found + _calibration_differences(spec, attributes, run)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_pipeline.capture import planning, spool
+from dflash_pipeline.capture import counting, planning, spool
+from dflash_pipeline.capture.continuing import plan_differences
 from dflash_pipeline.capture.model import embedding_and_head, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped, read
 from dflash_pipeline.capture.spool import Spool, fill, is_held_out
@@ -178,6 +179,29 @@ def test_a_store_of_another_run_is_refused_with_each_difference(
     part = dataclasses.replace(getattr(planned_run, section), **change)
     with pytest.raises(UsageError, match=message):
         planned(dataclasses.replace(planned_run, **{section: part}), tmp_path)
+
+
+def test_a_setting_that_a_store_knows_nothing_of_was_as_the_default_is(planned_run: Run) -> None:
+    store = open_store(planned_run.store.path)
+    recorded: Any = json.loads(json.dumps(store.attributes.run))
+    del recorded["capture"]["compile"]
+    before = dataclasses.replace(store.attributes, run=recorded)
+    assert plan_differences(store.spec, before, planned_run) == []
+    compiled = dataclasses.replace(planned_run.capture, compile=True)
+    run = dataclasses.replace(planned_run, capture=compiled)
+    assert plan_differences(store.spec, before, run) == ["capture.compile: False and True"]
+
+
+def test_the_count_says_which_mount_has_no_room(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting.durable, "free_bytes", lambda _folder: 1 << 20)
+    mounts = f"{tmp_path / 'hs'},{tmp_path / 'more'}"
+    store = dataclasses.replace(run.store, path=mounts, shard_bytes=1)
+    told = planned(dataclasses.replace(run, store=store), tmp_path, only_count=True)
+    assert "1.0 MiB + 1.0 MiB free" in told
+    # one file system has both
+    assert f"no room: {tmp_path / 'hs'}, {tmp_path / 'more'} would take" in told
 
 
 def test_other_content_in_the_same_file_is_refused(run: Run, tmp_path: Path) -> None:
