@@ -20,11 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 FOLDERS = ("capture", "configs", "store", "train")
 # options of other programs, which the README shows in their own lines
-FOREIGN = ("pip ", "vllm ", "python -m sglang")
+FOREIGN = ("pip ", "vllm ", "python -m sglang", "python tests/bench/")
 
 
 def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^ *```{language}\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE)
+    found = re.findall(rf"^ *```{language}\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE)
+    # a line that goes on behind a backslash is one
+    return [re.sub(r"\\\n *", "", block) for block in found]
 
 
 def _marked(marker: str) -> str:

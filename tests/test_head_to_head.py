@@ -1,0 +1,129 @@
+"""What the comparison with speculators hands over: the same data, but for one norm's rounding."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_pipeline.capture.model import TargetFiles, resolve
+from dflash_pipeline.configs.schema import TargetConfig
+from dflash_pipeline.store.reader import Sample
+from studies.exchange import before_norm, final_norm, write_samples
+
+EPS = 1e-6
+
+
+def _norm(state_MH: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
+    """As speculators applies it."""
+    wide = state_MH.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * weight_H
+
+
+def test_the_norm_of_what_stands_before_it_is_what_was_stored() -> None:
+    torch.manual_seed(0)
+    weight_H = torch.rand(96) * 3 + 0.05
+    stored_MH = _norm(torch.randn(50, 96) * 40, weight_H)
+    found = _norm(before_norm(stored_MH, weight_H), weight_H)
+    assert float((found - stored_MH).norm() / stored_MH.norm()) < 2**-8
+    # the state after the norm, handed over as it is, would be normed twice
+    twice = _norm(stored_MH, weight_H)
+    assert float((twice - stored_MH).norm() / stored_MH.norm()) > 0.1
+
+
+class _Store:
+    """Two samples of six and four tokens, three layers."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        self.samples = []
+        for length, mask in ((6, [0, 0, 1, 1, 0, 1]), (4, [0, 1, 1, 1])):
+            rows = torch.from_numpy(random.standard_normal((length, 3, 16), np.float32)).bfloat16()
+            last = random.standard_normal((sum(mask[1:]), 16), np.float32)
+            self.samples.append(
+                Sample(
+                    key=f"s{length}",
+                    ids_T=np.arange(length, dtype=np.uint32) + 7,
+                    mask_T=np.array(mask, np.uint8),
+                    hidden_TKH=rows.float().numpy(),
+                    last_MH=last,
+                )
+            )
+
+    def sample(self, index: int) -> Sample:
+        return self.samples[index]
+
+
+def test_a_sample_is_handed_over_row_by_row(tmp_path: Path) -> None:
+    store, weight_H = _Store(), torch.rand(16) + 0.5
+    size = write_samples(store, [1, 0], weight_H, tmp_path)  # type: ignore[arg-type]
+    files = sorted((tmp_path / "hidden_states").iterdir())
+    assert [file.name for file in files] == ["hs_0.safetensors", "hs_1.safetensors"]
+    assert size == sum(file.stat().st_size for file in files)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    for file, line, sample in zip(files, lines, reversed(store.samples), strict=True):
+        found = load_file(file)
+        assert found["token_ids"].tolist() == line["input_ids"] == sample.ids_T.tolist()
+        assert line["loss_mask"] == sample.mask_T.tolist()
+        assert torch.equal(found["hidden_states"][:, :3].float(), torch.tensor(sample.hidden_TKH))
+        # the row before each supervised token, and nothing anywhere else
+        states = found["hidden_states"][:, 3]
+        places = [at for at in range(len(line["loss_mask"]) - 1) if line["loss_mask"][at + 1]]
+        assert states.abs().sum(-1).nonzero().flatten().tolist() == places
+        assert torch.equal(states[places], before_norm(torch.tensor(sample.last_MH), weight_H))
+
+
+def test_the_final_norm_is_the_targets_own() -> None:
+    files = resolve(TargetConfig(id="toy"))
+    stored = load_file(files.weight_paths()[0])["model.norm.weight"]
+    assert torch.equal(final_norm(files), stored.float())
+
+
+def test_a_target_whose_norm_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = resolve(TargetConfig(id="toy"))
+    monkeypatch.setattr(files.config, "model_type", "gemma3_text")
+    with pytest.raises(ValueError, match="target of type gemma3_text: its final norm"):
+        final_norm(files)
+    monkeypatch.setattr(files.config, "model_type", "qwen3")
+    monkeypatch.setattr(TargetFiles, "weight_paths", lambda _self: [])
+    with pytest.raises(ValueError, match=r"has no tensor model\.norm\.weight"):
+        final_norm(files)
+
+
+@pytest.mark.parametrize(
+    ("real_rates", "tries", "is_fair"),
+    [([10.0], 1, True), ([20.0, 20.0], 2, True), ([30.0, 9.0, 40.0], 3, False)],
+)
+def test_equal_seconds_are_reached_or_nothing_is_compared(
+    real_rates: list[float], tries: int, is_fair: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "bench"))
+    import head_to_head
+
+    left = list(real_rates)
+    found = head_to_head.in_time(
+        lambda steps: {"steps": steps, "training_s": steps / left.pop(0)}, 10.0, 60.0
+    )
+    assert found["tries"] == tries
+    assert head_to_head.is_in_time(found, 60.0) == is_fair
+    assert not left
+
+
+def test_without_speculators_it_says_so_and_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "bench"))
+    import head_to_head
+
+    words = ["x", str(tmp_path / "out"), "--store", "s", "--eval-store", "e", "--target", "toy"]
+    for python in (sys.executable, str(tmp_path / "nowhere")):
+        monkeypatch.setattr(head_to_head, "_is_there", lambda _python: False)
+        monkeypatch.setattr(sys, "argv", [*words, "--their-python", python])
+        assert head_to_head.main() == 4
+        assert "pip install speculators==0.9.0" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
