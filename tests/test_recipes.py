@@ -77,7 +77,9 @@ def test_the_real_targets_figures_are_those_that_were_measured() -> None:
 
 def test_the_estimate_of_the_study_is_the_one_that_is_told() -> None:
     seconds = sum(part.seconds for part in cost.costs(SIZES["full"], 3, 1))
-    assert f"{seconds / 60:.0f} minutes on one H200" in FLAT
+    size_bytes = sum(cost.store_sizes(SIZES["full"]).values())
+    told = f"{seconds / 60:.0f} minutes on one H200 and {size_bytes / 1e9:.0f} GB of disk"
+    assert told in FLAT
     assert "39 runs" in FLAT
     assert "six answers a prompt" in FLAT
     assert SIZES["full"].samples + 1 == 6

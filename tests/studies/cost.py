@@ -70,7 +70,7 @@ def costs(size: Size, num_seeds: int, num_gpus: int) -> list[Cost]:
     decode_s = rounds * new_tokens * DECODE_STEP_S / num_gpus + START_S
     context = answers * per_sample
     modes = [mode for mode in MODES if mode != "bf16"]
-    store_bytes = {name: _bytes(context, answers * per_answer, name) for name in MODES}
+    store_bytes = store_sizes(size)
     capture_s = context / measured["capture"]["tokens_per_s"]
     # three captures of the second round share the GPUs
     stores_s = (capture_s + START_S) + (capture_s * len(modes) / num_gpus + START_S)
@@ -118,6 +118,15 @@ def costs(size: Size, num_seeds: int, num_gpus: int) -> list[Cost]:
     ]
 
 
+def store_sizes(size: Size) -> dict[str, float]:
+    """Bytes of each store of the full study, without the held-out answers'."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["one_gpu"]
+    answers = TRAIN_PROMPTS * (1 + size.samples)
+    context = answers * measured["capture"]["tokens"] / measured["capture"]["samples"]
+    generated = answers * measured["generate"]["tokens"] / measured["generate"]["answers"]
+    return {name: _bytes(context, generated, name) for name in MODES}
+
+
 def lines(size: Size, num_seeds: int, num_gpus: int) -> list[str]:
     """For people; only the full size was made for this estimate."""
     if size.preset != "smollm2":
@@ -125,6 +134,7 @@ def lines(size: Size, num_seeds: int, num_gpus: int) -> list[str]:
     found = costs(size, num_seeds, num_gpus)
     told = [f"{one.name:6} {one.seconds:5.0f} s  {one.how}" for one in found]
     total = sum(one.seconds for one in found)
+    told.append(f"disk   {sum(store_sizes(size).values()) / 1e9:5.0f} GB of stores (computed)")
     return [*told, f"all    {total:5.0f} s on {num_gpus} GPU{'s' * (num_gpus > 1)}, not measured"]
 
 
