@@ -124,6 +124,8 @@ def trial(run: Run, folder: str, drafter: Mapping[str, Any]) -> list[tuple[str, 
     run = replace(
         run,
         target=replace(run.target, layer_ids=layer_ids, mask_token_id=mask_token_id),
+        # of the store that the configuration is about, not of this one
+        capture=replace(run.capture, quota="", num_consumers=1, calibration_from=""),
         data=replace(run.data, files=run.eval.prompts, limit=run.eval.limit or CHECK_PROMPTS),
         generate=replace(
             run.generate,

@@ -11,42 +11,28 @@ import pytest
 from dflash_pipeline.capture import toytext
 from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.configs import evaluation
-from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.schema import EvalConfig, Run, TargetConfig
 from dflash_pipeline.train import trust
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import write_zlab
-from dflash_pipeline.train.shape import DrafterShape
+from places import cpu_place
+from shapes import small_shape
 
 
 def drafter(path: Path) -> None:
     """Fresh weights; it reads two of the toy's layers."""
     files = resolve(TargetConfig(id="toy"))
-    shape = DrafterShape(
+    shape = small_shape(
         hidden_size=files.hidden_size,
         intermediate_size=48,
         num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
         head_dim=16,
         vocab_size=files.vocab_size,
-        block_size=4,
         mask_token_id=files.mask_token_id(TargetConfig(id="toy")),
         layer_ids=(0, 2),
         num_target_layers=files.num_layers,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
-        max_position_embeddings=256,
-        layer_types=("full_attention",),
-        sliding_window=0,
-        input_embedding_scale=1.0,
-        output_multiplier=1.0,
-        final_logit_softcapping=0.0,
         init_std=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )
     made = Drafter(shape)
     made.initialise(0)
@@ -60,16 +46,7 @@ def test_the_stages_of_a_check_agree_with_one_another(
     rows = [one for domain in toytext.DOMAINS for one in toytext.rows(domain, "eval", 2, 1)]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    place = Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(tmp_path / "logs"),
-        stage="check",
-        rendezvous="",
-        threads=1,
-    )
+    place = cpu_place(tmp_path / "logs", "check")
     run = Run(
         target=TargetConfig(id="toy"),
         eval=EvalConfig(
@@ -91,3 +68,13 @@ def test_the_stages_of_a_check_agree_with_one_another(
     assert "replayed 5 held-out samples" in output
     assert "the same cycles on 5 of 5 prompts" in output
     assert output.endswith("check passed\n")
+
+
+def test_what_a_configuration_says_of_another_store_is_not_that_of_a_check() -> None:
+    """A quota would have its capture wait for a training run, a donor's layers may be others."""
+    sets = ["capture.quota=1MB", "capture.num_consumers=2", "capture.calibration_from=other"]
+    run = load("toy", sets, {})
+    told = {"path": "public", "layer_ids": [0, 2], "mask_token_id": 5}
+    for entry, changed in evaluation.trial(run, "trial", told):
+        found = changed.capture
+        assert (found.quota, found.num_consumers, found.calibration_from) == ("", 1, ""), entry
