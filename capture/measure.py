@@ -28,7 +28,7 @@ from dflash_pipeline.capture.target import Target, compute_dtype
 from dflash_pipeline.capture.voice import Silence
 from dflash_pipeline.capture.worker import capture, explained_start, make_ready, prepare_torch, seal
 from dflash_pipeline.configs import inputs
-from dflash_pipeline.configs.costs import CaptureCosts, CaptureWork
+from dflash_pipeline.configs.costs import CPU, CaptureCosts, CaptureWork
 from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.fit import dot, fitted
 from dflash_pipeline.configs.place import Place
@@ -132,7 +132,7 @@ def measure(
     log.say("measuring the disk")
     speed = disk_speed([folder, *(nearest(Path(one.path)) for one in work.mounts[1:])])
     return CaptureCosts(
-        device=torch.cuda.get_device_name() if place.kind == "cuda" else "CPU",
+        device=torch.cuda.get_device_name() if place.kind == "cuda" else CPU,
         import_s=import_s,
         plan_s=plan_s,
         token_s=spent.tokens_s / int(store.table.num_tokens.sum()),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+CPU = "CPU"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
@@ -51,6 +53,7 @@ class CaptureCosts:
     """What that costs one device, and the disks."""
 
     device: str
+    """The GPU's name, or `CPU`."""
     import_s: float
     """Until a process of a capture has loaded its libraries."""
     plan_s: float

@@ -14,6 +14,7 @@ from typing import Any
 
 from dflash_pipeline.configs import gpus
 from dflash_pipeline.configs.costs import (
+    CPU,
     CaptureCosts,
     CaptureWork,
     Mount,
@@ -34,8 +35,16 @@ from dflash_pipeline.configs.stage import scratch_logs
 # what a measurement holds for; how much data there are, and where, is counted anew
 _SECTIONS = ("target", "drafter", "loss", "optim", "feed")
 _FIELDS = {
-    "store": ("hidden_mode", "last_mode", "last_rows"),
-    "capture": ("token_budget", "pad_multiple", "num_buckets", "compile"),
+    "store": ("hidden_mode", "last_mode", "last_rows", "shard_bytes"),
+    "capture": (
+        "token_budget",
+        "pad_multiple",
+        "num_buckets",
+        "gate_samples",
+        "device_buffers",
+        "host_buffers",
+        "compile",
+    ),
     "train": (
         "anchors_per_sample",
         "batch_anchors",
@@ -44,6 +53,7 @@ _FIELDS = {
         "log_every",
         "dtype",
         "compile",
+        "noise_std",
     ),
     "generate": ("batch_size", "endpoints"),
 }
@@ -101,7 +111,7 @@ def predictor(
     folder: a scratch folder beside the store; devices: those of one target, the first trains.
     UsageError for a measurement of other settings, MeasuringFailed.
     """
-    known = _read_measurement(measurement, run)
+    known = _read_measurement(measurement, run, devices)
     extra = {"folder": str(folder), "is_measured": known is not None}
     # counting alone needs no GPU, but its kind of number
     for stage in ("capture", "train"):
@@ -133,14 +143,14 @@ def work_of(values: Mapping[str, Any]) -> CaptureWork:
     return CaptureWork(**{**values, "mounts": [Mount(**one) for one in values["mounts"]]})
 
 
-def _read_measurement(path: str, run: Run) -> dict[str, Any] | None:
-    """An earlier measurement of the same settings; None: there is no such file."""
+def _read_measurement(path: str, run: Run, devices: Devices) -> dict[str, Any] | None:
+    """An earlier measurement of the same settings on such devices; None: there is no such file."""
     if not path or not Path(path).exists():
         return None
     try:
         found: dict[str, Any] = json.loads(Path(path).read_text())
         before = from_dict(found["run"])
-        CaptureCosts(**found["capture"])
+        device = CaptureCosts(**found["capture"]).device
         TrainCosts(**found["train"])
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
@@ -156,6 +166,8 @@ def _read_measurement(path: str, run: Run) -> dict[str, Any] | None:
     num_before, num_now = len(split(before.store.path)), len(split(run.store.path))
     if num_before != num_now:
         different.append(f"a store over {num_before} and {num_now} mounts")
+    if (device == CPU) != (devices.kind == "cpu"):
+        different.append(f"measured on {device}, asked of {devices}")
     if different:
         raise UsageError(
             f"--measurement {path} was made with other settings: {'; '.join(different)}. Name a "

@@ -1,0 +1,88 @@
+"""A measurement of `dflash plan` that is kept is used again for the same settings alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from dflash_pipeline.configs import measuring
+from dflash_pipeline.configs.costs import CPU, CaptureCosts, TrainCosts
+from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.load import load, to_dict
+
+CAPTURE = CaptureCosts(
+    device=CPU,
+    import_s=1.0,
+    plan_s=1.0,
+    token_s=1e-6,
+    load_s=1.0,
+    fixed_s=1.0,
+    busy=1.0,
+    batch_s=[0.0, 1e-4, 0.0],
+    worker_bytes_per_s=1e9,
+    write_bytes_per_s=[1e9],
+    read_bytes_per_s=[1e9],
+    cached_bytes=0,
+    answer_step_s=0.0,
+)
+TRAIN = TrainCosts(
+    start_s=1.0, batch_s=[0.1], validated_s=[0.0], checkpoint_s=0.0, checkpoint_bytes=0
+)
+
+
+def _used(path: Path, sets: list[str], devices: Devices) -> None:
+    known = {"run": to_dict(load("toy", ["store.path=a"], {}))}
+    known |= {"capture": asdict(CAPTURE), "train": asdict(TRAIN)}
+    file = path / "measurement.json"
+    file.write_text(json.dumps(known))
+    run = load("toy", ["store.path=a", *sets], {})
+    measuring.predictor(run, devices, path, str(path / "logs"), str(file), io.StringIO())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "target.id=other",
+        "drafter.num_layers=3",
+        "store.shard_bytes=5",
+        "store.path=a,b",
+        "capture.gate_samples=1",
+        "capture.device_buffers=3",
+        "capture.host_buffers=9",
+        "train.batch_tokens=99",
+        "train.noise_std=0.1",
+        "generate.batch_size=3",
+    ],
+)
+def test_what_changes_a_cost_is_named(setting: str, tmp_path: Path) -> None:
+    key = "a store over 1 and 2 mounts" if "path" in setting else setting.partition("=")[0]
+    with pytest.raises(UsageError, match=f"was made with other settings: {key}"):
+        _used(tmp_path, [setting], Devices("cpu", (0,)))
+
+
+def test_what_was_measured_on_a_cpu_foretells_nothing_of_gpus(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="measured on CPU, asked of GPU 0"):
+        _used(tmp_path, [], Devices("cuda", (0,)))
+
+
+@pytest.mark.parametrize(
+    "setting", ["data.limit=3", "train.epochs=2", "capture.price=3", "store.path=elsewhere"]
+)
+def test_other_data_or_more_epochs_are_only_counted(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extras = []
+
+    def launched(*arguments: object, **_keywords: object) -> int:
+        extras.append(arguments[5])
+        return 7
+
+    monkeypatch.setattr(measuring, "launch", launched)
+    with pytest.raises(measuring.MeasuringFailed, match="exit code 7"):
+        _used(tmp_path, [setting], Devices("cpu", (0,)))
+    assert extras == [{"folder": str(tmp_path), "is_measured": True}]
