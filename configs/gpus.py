@@ -52,11 +52,16 @@ def gpus_are_cpu() -> bool:
 
 
 def parse(text: str) -> Devices:
-    """Read `--gpus`; says nothing about what is there. "" means every visible GPU, else one CPU."""
+    """Read `--gpus`; says nothing about what is there. "" means every visible GPU, else one CPU.
+
+    UsageError for another text, and where "" would mean a CPU by mistake.
+    """
     text = text.strip()
     if not text:
-        visible = visible_gpus()
-        return Devices("cuda", tuple(range(len(visible)))) if visible else Devices("cpu", (0,))
+        if visible := visible_gpus():
+            return Devices("cuda", tuple(range(len(visible))))
+        _check_hidden()
+        return Devices("cpu", (0,))
     if text == "cpu":
         return Devices("cpu", (0,))
     if match := re.fullmatch(r"cpu:(\d+)", text):
@@ -94,10 +99,7 @@ def listed(devices: Devices, ids: Sequence[int]) -> str:
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs that a number may name, in that order; empty without a driver."""
-    listed = [
-        Gpu(int(row[0]), row[1], int(row[2]) if row[2].isdigit() else 0)
-        for row in _nvidia_smi("--query-gpu=index,uuid,memory.used")
-    ]
+    listed = _all_gpus()
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return listed
@@ -114,6 +116,24 @@ def visible_gpus() -> list[Gpu]:
             break
         visible.append(found[0])
     return visible
+
+
+def _check_hidden() -> None:
+    """UsageError unless GPUs that are there and not visible are hidden on purpose."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if names and not names.startswith("-") and (there := _all_gpus()):
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES is {names}, which names no whole GPU of this machine (0 to "
+            f"{len(there) - 1}, or a uuid that begins with GPU-): set it to some of them, or give "
+            "--gpus cpu"
+        )
+
+
+def _all_gpus() -> list[Gpu]:
+    return [
+        Gpu(int(row[0]), row[1], int(row[2]) if row[2].isdigit() else 0)
+        for row in _nvidia_smi("--query-gpu=index,uuid,memory.used")
+    ]
 
 
 def check(devices: Devices, share: bool) -> None:

@@ -66,8 +66,20 @@ def test_without_numbers_every_visible_gpu_is_meant(monkeypatch: pytest.MonkeyPa
     assert parse("") == Devices("cuda", (0, 1, 2, 3))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     assert parse("") == Devices("cuda", (0, 1))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert parse("") == Devices("cpu", (0,))
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert parse("") == Devices("cpu", (0,))
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("name", ["7", "MIG-aa", "GPU-xx"])
+def test_a_name_that_hides_every_gpu_by_mistake_is_not_taken_for_a_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+    with pytest.raises(UsageError, match=rf"CUDA_VISIBLE_DEVICES is {name}, .*\(0 to 3, or"):
+        parse("")
+    assert parse("cpu") == Devices("cpu", (0,))
 
 
 @pytest.mark.usefixtures("no_gpu")
