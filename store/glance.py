@@ -50,13 +50,17 @@ def is_open(store: str) -> bool:
 
 
 def lines_of_consumers(directory: str) -> list[str]:
-    """A line for each training run that a rolling store waits for; none for anything else."""
-    return consumer_lines(Path(directory))
+    """A line for each training run that a rolling store waits for; none for anything else. Where
+    they cannot be read, why."""
+    try:
+        return consumer_lines(Path(directory))
+    except (OSError, ValueError) as error:
+        return [str(error)]
 
 
 def rolling(store: str) -> Store | None:
-    """A store whose shards are released once they were used; None: any other."""
-    return open_store(store) if is_rolling(root_of(store)) else None
+    """A store whose shards are released once they were used; None: any other, or unreadable."""
+    return opened(store) if is_rolling(root_of(store)) else None
 
 
 def has_held_out(store: Store) -> bool:

@@ -617,6 +617,21 @@ def test_status_of_a_store_that_lost_shards_since_says_so(type_line: Callable[..
     assert type_line("dflash status hs").last_line == "all of them are done"
 
 
+def test_status_tells_of_processes_though_their_store_cannot_be_read(
+    type_line: Callable[..., Ended],
+) -> None:
+    status = new_status("capture", 0, "cpu")
+    status.state = "done"
+    write_status("hs.logs", status)
+    Path("hs/consumers").mkdir()
+    for name in ("hs/zarr.json", "hs/consumers/zarr.json"):
+        Path(name).write_text("{")
+    ended = type_line("dflash status hs")
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("capture-0  done")
+    assert "hs/zarr.json" in ended.out
+
+
 def test_status_names_the_places_where_it_looked(
     type_line: Callable[..., Ended], tmp_path: Path
 ) -> None:
