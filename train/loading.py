@@ -65,9 +65,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         tensors = _read_tensors(directory, layout.zlab_tensors(shape), optional)
         trained_on = remembered(directory)
     except KeyError as error:
-        raise ValueError(f"{directory}/config.json has no key {error}: not a DFlash drafter") from (
-            error
-        )
+        missing = f"{directory}/config.json has no key {error}"
+        raise ValueError(f"{missing}: not a DFlash drafter") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{directory} is not a drafter that can be read: {error}") from error
     if name == "speculators":
@@ -106,7 +105,10 @@ def _read_tensors(
 ) -> dict[str, torch.Tensor]:
     """Check every header first, then load; some writers put `model.` before each name."""
     if (directory / _INDEX).is_file():
-        names = sorted(set(_read_json(directory / _INDEX)["weight_map"].values()))
+        weight_map = _read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{_INDEX} names no file (weight_map)")
+        names = sorted(set(weight_map.values()))
     else:
         names = [WEIGHTS]
     files = [inside(directory, name) for name in names]

@@ -392,6 +392,10 @@ def test_shards_and_a_model_prefix_are_read(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"fc.weight": "../outside.safetensors"}}))
     with pytest.raises(ValueError, match=r"names '../outside.safetensors'"):
         read_checkpoint(path)
+    for nothing in ({}, {"weight_map": []}):
+        index.write_text(json.dumps(nothing))
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json names no file"):
+            read_checkpoint(path)
 
 
 def test_a_run_gives_its_best_step_else_its_last(tmp_path: Path) -> None:
