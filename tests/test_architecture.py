@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_every_field_of_the_schema_is_read_somewhere() -> None:
     }
     unread = [key for key in field_docs() if key.partition(".")[2] not in read]
     assert not unread, f"set by users and read by nobody: {unread}"
+
+
+def test_a_setting_that_a_text_proposes_can_be_set() -> None:
+    texts = [(ROOT / "README.md").read_text(encoding="utf-8")]
+    for path in [ROOT / "cli.py", *(one for folder in FOLDERS for one in _modules(folder))]:
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts += [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+    found = [re.findall(r"\b([a-z]+\.[a-z_0-9]+) ?= ?(\"?[\w.+-]+\"?)", text) for text in texts]
+    settings = [f"{key}={value}" for one in found for key, value in one if key in field_docs()]
+    assert len(settings) > 15
+    for setting in settings:
+        load("tiny", [setting.rstrip(".")], {})
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import tomllib
@@ -11,6 +12,7 @@ import click
 import pytest
 
 from dflash_pipeline.cli import dflash
+from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.load import all_keys, load, preset_names
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.sweep import read_variants
@@ -74,6 +76,30 @@ def test_every_option_that_is_mentioned_exists_somewhere() -> None:
     for line in code:
         if not line.startswith(FOREIGN):
             assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= known, line
+
+
+def _shown_words(folder: str) -> set[str]:
+    """Names of the numbers that a stage passes to its progress line."""
+    return {
+        keyword.arg
+        for path in (ROOT / folder).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("log.progress")
+        for keyword in node.keywords
+        if keyword.arg
+    }
+
+
+def test_every_word_of_a_progress_line_is_explained_and_no_other() -> None:
+    from dflash_pipeline.train import arms, journal
+
+    told = TEXT[TEXT.index("The words of progress lines:") :].split("\n\n")[1]
+    firsts = [line.split("|")[1] for line in told.splitlines()[2:]]
+    listed = [word for first in firsts for word in re.findall(r"`(\w+)`", first)]
+    shown = {*Counts().numbers(), *journal._SHOWN, "slot1"}
+    shown |= {f"tau_{arm}" for arm in (arms.TRAINED, arms.UNTRAINED, arms.LOOKUP)}
+    shown |= _shown_words("capture") | _shown_words("train") | _shown_words("store")
+    assert sorted(listed) == sorted(shown)
 
 
 def test_every_python_file_of_the_package_is_in_the_file_map() -> None:

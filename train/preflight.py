@@ -116,7 +116,7 @@ def check_device(run: Run, shape: DrafterShape, place: Place) -> None:
     if run.train.compile and place.kind == "cuda" and shape.head_dim < _MIN_HEAD_DIM:
         raise UsageError(
             f"the drafter's heads are {shape.head_dim} wide, compiled attention needs at least "
-            f"{_MIN_HEAD_DIM}: set drafter.head_dim, or train.compile = off"
+            f"{_MIN_HEAD_DIM}: set drafter.head_dim, or train.compile = false"
         )
 
 
