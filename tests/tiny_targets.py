@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-NUM_TOKENS = 256 + len(SPECIAL)
 VOCAB_SIZE = 272
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

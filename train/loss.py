@@ -82,7 +82,8 @@ def reference_loss(
     is_right = (logits_RV.argmax(-1) == label_R).to(log_q.dtype)
     loss_R = config.ce * F.nll_loss(log_q, label_R, reduction="none")
     loss_R = loss_R - config.cap_lambda * is_right * (log_q.exp() * log_q).sum(-1)
-    if config.needs_last and teacher is not None:
+    if config.needs_last:
+        assert teacher is not None, "a term of the target needs its states"
         target_RV = _reference_logits(teacher.state_UH[teacher.index_R], head)
         heat = config.temperature
         hot_q, hot_p = (logits_RV / heat).log_softmax(-1), (target_RV / heat).log_softmax(-1)

@@ -16,9 +16,10 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.published import published, task_of
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.train.arms import TRAINED
 from dflash_pipeline.train.loading import read_checkpoint
+from dflash_pipeline.train.report import RESERVED
 
-ARM = "trained"
 # how far replay may be from decoding: the same cycles in fp32, in bf16 other roundings
 _FP32_SHARE, _BF16_SHARE = 0.005, 0.1
 # of a published tau, which is of all of a task's prompts under another harness
@@ -102,8 +103,8 @@ def check_published(
         return []
     log.say(f"published: {known.source} ({known.how})")
     faults, num_compared = [], 0
-    for domain, numbers in decoded["arms"][ARM].items():
-        if domain == "seconds" or (task := task_of(domain, known.taus)) is None:
+    for domain, numbers in decoded["arms"][TRAINED].items():
+        if domain in RESERVED or (task := task_of(domain, known.taus)) is None:
             continue
         num_compared += 1
         tau, (low, high) = numbers["tau_per_prompt"], numbers["tau_per_prompt_interval"]
@@ -118,7 +119,8 @@ def check_published(
 
 def _counts(results: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return {
-        prompt["key"]: (prompt["kept"], prompt["cycles"]) for prompt in results["per_prompt"][ARM]
+        prompt["key"]: (prompt["kept"], prompt["cycles"])
+        for prompt in results["per_prompt"][TRAINED]
     }
 
 

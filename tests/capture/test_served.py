@@ -13,8 +13,8 @@ import pytest
 
 from dflash_pipeline.capture import counters, served
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, Run, TargetConfig
+from places import cpu_place
 
 # tokens, verifications and accepted drafts by slot of one answer in each domain
 ANSWERS = {"math": (10, 3, (3, 2, 1)), "chat": (7, 6, (0, 0, 0))}
@@ -137,16 +137,7 @@ def asked(tmp_path: Path, url: str, **changes: Any) -> dict[str, Any]:
     )
     out = tmp_path / "out" / "served.json"
     config = {"prompts": (str(file),), "endpoint": url, "json": str(out)} | changes
-    place = Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(tmp_path / "logs"),
-        stage="eval",
-        rendezvous="",
-        threads=1,
-    )
+    place = cpu_place(tmp_path / "logs", "eval")
     run = Run(target=TargetConfig(thinking="off"), eval=EvalConfig(**config))
     served.main(run, place, {})
     found: dict[str, Any] = json.loads(out.read_text())

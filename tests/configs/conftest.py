@@ -9,7 +9,6 @@ import pytest
 
 STAGES = """
 import os, signal, sys, time
-import os
 from pathlib import Path
 from dflash_pipeline.configs.errors import UsageError
 

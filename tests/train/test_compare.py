@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, Run
 from dflash_pipeline.train import compare
+from places import cpu_place
 
 SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "rendering": {"template_hash": "c1"}}
 
@@ -45,16 +45,7 @@ def written(folder: Path, **named: dict[str, Any]) -> list[str]:
 
 
 def run(folder: Path, files: list[str]) -> dict[str, Any]:
-    place = Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(folder / "logs"),
-        stage="compare",
-        rendezvous="",
-        threads=1,
-    )
+    place = cpu_place(folder / "logs", "compare")
     out = folder / "out.json"
     extra = {"files": files, "names": ["one", "two"]}
     compare.main(Run(eval=EvalConfig(json=str(out))), place, extra)

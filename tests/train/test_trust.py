@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.published import PUBLISHED, published, task_of
 from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.train import trust
+from places import cpu_place
 
 
 def results(kept: int, tau: float, judged: bool = True) -> dict[str, Any]:
@@ -30,16 +30,7 @@ def results(kept: int, tau: float, judged: bool = True) -> dict[str, Any]:
 
 
 def judged(folder: Path, target: str, replayed: dict[str, Any], decoded: dict[str, Any]) -> None:
-    place = Place(
-        rank=0,
-        world=1,
-        device="cpu",
-        kind="cpu",
-        log_dir=str(folder / "logs"),
-        stage="check",
-        rendezvous="",
-        threads=1,
-    )
+    place = cpu_place(folder / "logs", "check")
     extra: dict[str, object] = {"block_size": 16}
     for name, values in (("replayed", replayed), ("decoded", decoded)):
         extra[name] = str(folder / f"{name}.json")
