@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from pathlib import Path
 from types import TracebackType
@@ -204,7 +205,15 @@ def _rendered_all(
                 return
             if not part or len(pending) > 2 * num_processes:
                 done, future = pending.popleft()
-                yield from zip(done, future.result(), strict=True)
+                try:
+                    found = future.result()
+                except BrokenProcessPool as error:
+                    raise ValueError(
+                        f"one of {num_processes} processes that tokenise the data was killed, as "
+                        "the kernel does when memory runs out: free some, or set OMP_NUM_THREADS "
+                        "to use fewer processes, and run the same command again"
+                    ) from error
+                yield from zip(done, found, strict=True)
 
 
 def _tokens_or_reason(

@@ -7,6 +7,7 @@ import gzip
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,27 @@ def test_several_processes_render_the_same_in_the_same_order(
     assert {name: list(values) for name, values in first.columns.items()} == {
         name: list(values) for name, values in second.columns.items()
     }
+
+
+def test_a_rendering_process_that_is_killed_is_told_as_that(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_part: list[Conversation]) -> None:
+        raise BrokenProcessPool("A process in the process pool was terminated abruptly")
+
+    def pool(size: int, *_arguments: object) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(size)
+
+    monkeypatch.setattr(spool, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(spool, "_render_part", killed)
+    monkeypatch.setattr(spool, "_NUM_ALONE", 5)
+    conversations, tokenizer = read(run.data.files, 0, Dropped()), resolve(run.target).tokenizer()
+    arguments = (conversations, tokenizer, run.target, 272, run.data, 2, Dropped())
+    with (
+        Spool(None, "teacher") as found,
+        pytest.raises(ValueError, match=r"one of 2 processes .* was killed"),
+    ):
+        fill(found, *arguments)
 
 
 def test_a_store_that_lacks_shards_is_tried_again(
