@@ -197,13 +197,15 @@ class TargetFiles:
         return weightfiles.found(self.name, self.directory)
 
     def check_weights(self) -> None:
-        """Raise UsageError for weights that are missing or cut short; only headers are read.
+        """Raise UsageError for weights that are missing, cut short, or of another number of layers
+        than the configuration's; only headers are read.
 
         What the hub has not given yet is not fetched for it.
         """
         is_fetched = any(self.directory.glob("*.safetensors"))
         if is_fetched or not weightfiles.is_snapshot(self.directory):
-            weights.check(self.name, self.weight_paths())
+            further = self.text_config.get("num_nextn_predict_layers") or 0
+            weights.check(self.name, self.weight_paths(), self.num_layers, int(further))
 
     def _end_ids(self) -> dict[int, str]:
         """Ids that mean pad or eos anywhere in the target's files -> which of the two."""

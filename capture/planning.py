@@ -101,7 +101,11 @@ def _plan(run: Run, place: Place, extra: dict[str, object], files: TargetFiles) 
         counted = _counted(chain(first, conversations), dropped, log)
         store = build_store(run, files, kind, counted, dropped, hashed, place.threads, log.say)
         log.say(f"planned {len(store.table)} samples in {sum(store.layout.num_shards)} shards")
-        apply_quota(store, run.capture, num_workers)
+        try:
+            apply_quota(store, run.capture, num_workers)
+        except UsageError as error:
+            # no refusal that leaves nothing behind: reading all data may have taken hours
+            raise ValueError(f"{error}. The plan in {path} is kept") from error
 
 
 def apply_quota(store: Store, config: CaptureConfig, num_workers: int) -> None:

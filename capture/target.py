@@ -16,7 +16,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from dflash_pipeline.capture import weights
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.spread import device_map, spread_devices, spread_text
 from dflash_pipeline.capture.structure import decoder_of, final_norm_of
@@ -101,7 +100,9 @@ class Target:
 
         num_gpus: it is spread over so many, the first ones that the process sees.
         """
-        weights.check(files.name, files.weight_paths())
+        # fetched first, where the hub has them
+        files.weight_paths()
+        files.check_weights()
         placed = None
         if num_gpus > 1:
             devices = spread_devices(device, num_gpus)
@@ -126,10 +127,11 @@ class Target:
                 f"target {files.name}: {key} has shape {list(found)} in the checkpoint, "
                 f"{list(expected)} by its config.json: they are not of one model"
             )
-        if report["missing_keys"]:
+        if lacking := sorted(report["missing_keys"]):
+            more = f" and {len(lacking) - 1} more weights" if len(lacking) > 1 else ""
             raise UsageError(
-                f"target {files.name}: the checkpoint lacks {min(report['missing_keys'])} and "
-                f"{len(report['missing_keys']) - 1} more weights of {type(model).__name__}"
+                f"target {files.name}: the checkpoint lacks {lacking[0]}{more} of "
+                f"{type(model).__name__}: fetch it again"
             )
         if placed is None:
             return cls(model.to(device), layer_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from safetensors import SafetensorError, safe_open
 from dflash_pipeline.configs.errors import UsageError
 
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+# of the language model: towers for pictures and drafting modules have other names
+_DECODER_LAYER = re.compile(
+    r"((?:(?:model|language_model|model\.language_model|language_model\.model)\.)?layers|"
+    r"(?:transformer\.)?h)\.(\d+)\."
+)
 HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
@@ -25,20 +31,24 @@ def embedding_and_head(
     tensor of `shape` cannot be found, or when the head has a bias: a drafter's head has no place
     for one.
     """
-    embeddings, heads = [], []
+    embeddings, heads, others = [], [], list[str]()
     for path, key, found_shape in _tensors(paths):
         if key.endswith("lm_head.bias"):
             raise ValueError(f"target {name}: its head has a bias ({key}), which is not supported")
+        is_embedding = key.endswith(EMBEDDING_NAMES)
+        is_head = key in HEAD_NAMES or key.endswith(".lm_head.weight")
         if found_shape != shape:
-            continue
-        if key.endswith(EMBEDDING_NAMES):
+            others += [f"{key} {list(found_shape)}"] if is_embedding or is_head else []
+        elif is_embedding:
             embeddings.append((path, key))
-        elif key in HEAD_NAMES or key.endswith(".lm_head.weight"):
+        elif is_head:
             heads.append((path, key))
+    of_others = f"; of other shapes: {', '.join(others)}" if others else ""
     if len(embeddings) != 1:
         raise ValueError(
-            f"target {name}: {len(embeddings)} tensors named like an embedding have shape "
-            f"{shape}: {[key for _, key in embeddings]}; expected one of {EMBEDDING_NAMES}"
+            f"target {name}: {len(embeddings)} tensors named like an embedding have the shape "
+            f"{list(shape)} of its config.json: {[key for _, key in embeddings]}; expected one of "
+            f"{EMBEDDING_NAMES}{of_others}"
         )
     embed_VH = _bf16_bits(*embeddings[0])
     if is_tied:
@@ -46,21 +56,39 @@ def embedding_and_head(
     if len(heads) != 1:
         raise ValueError(
             f"target {name} has a head of its own (tie_word_embeddings is false), but "
-            f"{len(heads)} tensors {HEAD_NAMES} have shape {shape}: {[key for _, key in heads]}"
+            f"{len(heads)} tensors {HEAD_NAMES} have shape {list(shape)}: "
+            f"{[key for _, key in heads]}{of_others}"
         )
     return embed_VH, _bf16_bits(*heads[0])
 
 
-def check(name: str, paths: Sequence[Path]) -> None:
-    """Raise UsageError, naming the target `name`, for a file that no safetensors reader opens."""
+def check(name: str, paths: Sequence[Path], num_layers: int, num_further: int) -> None:
+    """Raise UsageError, naming the target `name`, for a file that no safetensors reader opens, and
+    for other decoder layers than the `num_layers` of its configuration: a model of the first few
+    would load without a word.
+
+    num_further: layers behind them that draft (multi-token prediction) and may be there.
+    """
+    found: dict[str, set[int]] = {}
     for path in paths:
         try:
-            with safe_open(path, framework="pt"):
-                pass
+            with safe_open(path, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118, it is no dict
+                    if layer := _DECODER_LAYER.match(key):
+                        found.setdefault(layer[1], set()).add(int(layer[2]))
         except SafetensorError as error:
             raise UsageError(
                 f"target {name}: {path} is damaged or no safetensors file ({error}): fetch it again"
             ) from error
+    for prefix, layer_ids in found.items():
+        lacking = sorted(set(range(num_layers)) - layer_ids)
+        beyond = sorted(one for one in layer_ids if one >= num_layers + num_further)
+        if lacking or beyond:
+            which = f"lacks {prefix}.{lacking[0]}" if lacking else f"holds {prefix}.{beyond[-1]}"
+            raise UsageError(
+                f"target {name}: the checkpoint {which}, but its config.json tells of {num_layers} "
+                "layers: they are not of one model, or a part of it was not fetched"
+            )
 
 
 def _tensors(paths: Sequence[Path]) -> Iterator[tuple[Path, str, tuple[int, ...]]]:

@@ -95,7 +95,13 @@ def load_target(run: Run, place: Place, store: Store, files: TargetFiles) -> Tar
         )
     dtype = compute_dtype(store.spec.target_dtype, place.kind)
     layer_ids = store.spec.layer_ids
-    return Target.load(files, layer_ids, place.device, dtype, run.target.num_gpus)
+    try:
+        return Target.load(files, layer_ids, place.device, dtype, run.target.num_gpus)
+    except UsageError as error:
+        # no refusal that leaves nothing behind: the plan is there
+        raise ValueError(
+            f"{error}. {store.path} was planned for these weights: remove it"
+        ) from error
 
 
 def make_ready(

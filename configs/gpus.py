@@ -21,6 +21,8 @@ from dflash_pipeline.configs.errors import UsageError
 
 # an idle GPU holds up to some hundred MiB for its driver; a process that computes holds more
 IDLE_MEMORY_MIB = 1024
+# each CPU worker is a process of hundreds of MiB: more than this a core is a slip of the hand
+MAX_CPU_WORKERS_PER_CORE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,13 @@ def parse(text: str) -> Devices:
     if match := re.fullmatch(r"cpu:(\d+)", text):
         if int(match[1]) < 1:
             raise UsageError("--gpus cpu:0: at least one worker is needed")
+        num_cores = len(os.sched_getaffinity(0))
+        most = MAX_CPU_WORKERS_PER_CORE * num_cores
+        if int(match[1]) > most:
+            raise UsageError(
+                f"--gpus {text}: this process may use {num_cores} CPU cores, at most {most} "
+                f"workers; one a core is usual: cpu:{num_cores}"
+            )
         return Devices("cpu", tuple(range(int(match[1]))))
     ids: list[int] = []
     for part in text.split(","):

@@ -181,6 +181,34 @@ def test_weights_that_are_not_whole_are_refused_by_their_headers(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("told", "further", "message"),
+    [
+        (4, 0, r"holds model\.layers\.5, but its config\.json tells of 4 layers"),
+        (4, 1, r"holds model\.layers\.5, but its config\.json tells of 4 layers"),
+        (8, 0, r"lacks model\.layers\.6, but its config\.json tells of 8 layers"),
+        (4, 2, ""),
+        (6, 0, ""),
+        (6, 1, ""),
+    ],
+)
+def test_a_checkpoint_of_another_number_of_layers_is_refused_by_its_headers(
+    copy: Path, told: int, further: int, message: str
+) -> None:
+    """Else the first few would be loaded, and captured, as if they were the model."""
+    _edit(
+        copy / "config.json",
+        num_hidden_layers=told,
+        layer_types=["full_attention"] * told,
+        num_nextn_predict_layers=further,
+    )
+    if not message:
+        _files(copy).check_weights()
+        return
+    with pytest.raises(UsageError, match=message):
+        _files(copy).check_weights()
+
+
 def test_weights_that_claim_what_is_not_so_are_refused_by_their_headers(
     copy: Path, hostile_files: Callable[[Path], dict[str, Path]]
 ) -> None:

@@ -364,6 +364,19 @@ def test_once_shards_are_gone_no_further_run_is_waited_for(
         planned(with_quota(run, 3), tmp_path)
 
 
+def test_a_quota_that_is_too_small_fails_once_the_plan_is_there_and_the_plan_is_kept(
+    run: Run, tmp_path: Path
+) -> None:
+    small = dataclasses.replace(run, capture=dataclasses.replace(run.capture, quota="1KB"))
+    with pytest.raises(ValueError, match=r"1 KB is too small .* The plan in .* is kept") as caught:
+        planned(small, tmp_path)
+    # exit code 2 would say that nothing was left behind
+    assert not isinstance(caught.value, UsageError)
+    with pytest.raises(UsageError, match="1 KB is too small"):
+        planned(small, tmp_path)
+    assert "resuming: 0 of" in planned(with_quota(run, 1), tmp_path)
+
+
 def test_consumers_without_a_quota_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_consumers is 2, but without capture\.quota no"):
         CaptureConfig(num_consumers=2)

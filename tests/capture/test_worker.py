@@ -395,6 +395,20 @@ def test_a_target_that_does_not_fit_says_what_holds_the_memory(
         _capture(run)
 
 
+def test_a_target_that_cannot_be_loaded_for_a_plan_that_is_there_fails_and_leaves_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> Target:
+        raise UsageError("the checkpoint lacks a.weight")
+
+    monkeypatch.setattr(Target, "load", refuse)
+    with pytest.raises(ValueError, match=r"lacks a\.weight\. .* planned for these") as caught:
+        _capture(run)
+    # exit code 2 would say that nothing was left behind
+    assert not isinstance(caught.value, UsageError)
+    assert not open_store(run.store.path).is_complete
+
+
 def test_the_counts_of_a_worker_are_those_of_its_store(run: Run) -> None:
     _capture(run)
     store = open_store(run.store.path)

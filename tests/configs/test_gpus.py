@@ -55,7 +55,9 @@ def test_cpu_workers() -> None:
     assert parse("cpu:3") == Devices("cpu", (0, 1, 2))
 
 
-@pytest.mark.parametrize("text", ["0-", "a", "4-2", "0,0", "cpu:0", "cpu:x", "-1", "0-99999", ","])
+@pytest.mark.parametrize(
+    "text", ["0-", "a", "4-2", "0,0", "cpu:0", "cpu:x", "cpu:99999", "-1", "0-99999", ","]
+)
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--gpus"):
         parse(text)
