@@ -5,6 +5,7 @@ Asked when a command is done: a capture, a check or a training run may have chan
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 
 import click
@@ -20,11 +21,15 @@ _RENDERED = ("id", "thinking", "template_args", "system_prompt")
 
 def training_line(store: str, captured: str) -> str:
     """The line that trains on a store, with the preset of the target that `captured` is of."""
+    if not glance.may_be_trained_on(store):
+        return _evaluating(store)
     return following.training_line(store, glance.recorded_run(captured))
 
 
 def training_on(store: str, usual: Following) -> str:
     """The line that trains on a store: for most `usual`."""
+    if not glance.may_be_trained_on(store):
+        return _evaluating(store)
     line = usual if isinstance(usual, str) else usual()
     rolling = glance.rolling(store)
     if rolling is None:
@@ -36,7 +41,7 @@ def after_repair(capture: click.Command, store: str) -> str:
     """Once more the capture that made a store, where there is something to redo."""
     captured = glance.recorded_run(store)
     if not glance.is_open(store):
-        return following.training_line(store, captured)
+        return training_line(store, store)
     return following.capturing_again(capture, store, captured)
 
 
@@ -71,6 +76,16 @@ def measuring(
     if run.store.path != replayed:
         told["store.path"] = replayed
     return following.line(context, commands["eval"], told)
+
+
+def _evaluating(store: str) -> str:
+    """What is left of a store whose samples are all held out: to be looked at, and evaluated on."""
+    quoted = shlex.quote(store)
+    click.echo(
+        f"every sample of {store} is held out, none is trained on; with a DRAFTER: "
+        f"dflash eval --drafter DRAFTER --store {quoted}"
+    )
+    return f"dflash inspect {quoted}"
 
 
 def _rendered(run: Run, store: str) -> dict[str, object]:

@@ -68,6 +68,12 @@ def has_held_out(store: Store) -> bool:
     return bool(((store.table.split == HELD_OUT) & store.readable_N).any())
 
 
+def may_be_trained_on(store: str) -> bool:
+    """Whether a sample is there that is not held out; where that cannot be read there may be."""
+    found = opened(store)
+    return found is None or bool((found.table.split != HELD_OUT).any())
+
+
 def may_be_replayed(store: str) -> bool:
     """The same of a store that may not be readable: then it may be."""
     found = opened(store)

@@ -26,6 +26,7 @@ from dflash_pipeline.configs.load import all_keys, load, to_dict
 from dflash_pipeline.configs.options import Argument, Command, SchemaOption, does_read, given
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import new_status, write_status
+from dflash_pipeline.store import glance
 from dflash_pipeline.store.documents import canonical
 from dflash_pipeline.store.metadata import read_root, root_document
 
@@ -890,6 +891,34 @@ def test_without_held_out_samples_nothing_is_proposed_to_be_replayed(
     # another store of the run has some
     typed = f"dflash train --gpus cpu --store {recorded_store} --store other:0.5 --out both"
     assert type_line(typed).last_line == "next: dflash eval --drafter both --store other"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dflash capture --gpus cpu --target toy --data a.jsonl --store new",
+        "dflash verify --deep made",
+        "dflash verify --repair made",
+        "dflash merge new made x",
+    ],
+)
+def test_a_store_whose_samples_are_all_held_out_is_proposed_to_nobody_who_trains(
+    line: str, type_line: Callable[..., Ended], recorded_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = Path(recorded_store, "samples/split/c/0")
+    column.write_bytes(b"\1" * len(column.read_bytes()))
+    store = "new" if "new" in line else recorded_store
+    # what the stages of capture and merge would have made
+    opened = glance.opened
+    monkeypatch.setattr(glance, "opened", lambda _path: opened(recorded_store))
+    ended = type_line(line)
+    assert ended.code == 0, ended.err
+    said, last = ended.out.splitlines()[-2:]
+    assert said == (
+        f"every sample of {store} is held out, none is trained on; with a DRAFTER: "
+        f"dflash eval --drafter DRAFTER --store {store}"
+    )
+    assert last == f"next: dflash inspect {store}"
 
 
 def test_a_failed_check_of_the_whole_path_names_a_log_that_is_there(

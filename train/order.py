@@ -69,6 +69,11 @@ def catalog(
     ]
     if not sum(map(len, chosen)):
         paths = ", ".join(store.path for store in stores)
+        if not any((table.split == TRAIN).any() for table in tables):
+            raise UsageError(
+                f"{paths}: every sample is held out (data.heldout), none is left to train on: "
+                "capture with a smaller share, or evaluate on them"
+            )
         left = " that is not dropped" if config.drop_domains or config.drop_samples else ""
         raise UsageError(f"{paths}: no training sample{left} has two supervised tokens in a row")
     pairs = list(zip(tables, chosen, strict=True))

@@ -87,6 +87,17 @@ def test_held_out_samples_and_those_without_anchor_are_never_drawn() -> None:
     assert catalog([table], [StoreShare("s", 1.0)], CONFIG).sample_C.tolist() == [0, 3, 4, 5]
 
 
+def test_where_nothing_is_left_to_train_on_the_reason_is_told() -> None:
+    table = _table(6)
+    table.num_anchors[:] = 0
+    with pytest.raises(UsageError, match="s: no training sample has two supervised tokens"):
+        catalog([table], [StoreShare("s", 1.0)], CONFIG)
+    table = _table(6)
+    table.split[:] = 1
+    with pytest.raises(UsageError, match=r"s: every sample is held out \(data\.heldout\)"):
+        catalog([table], [StoreShare("s", 1.0)], CONFIG)
+
+
 def test_a_share_draws_that_part_of_a_store_anew_each_epoch() -> None:
     samples = _samples(40, 20, shares=(0.25, 1.0))
     first, second = (np.concatenate(_batches(samples, epoch)) for epoch in (0, 1))
