@@ -16,13 +16,7 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.inputs import need
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
-from dflash_pipeline.configs.stage import (
-    ONE_CPU,
-    logs_near,
-    one_device,
-    run_stage,
-    scratch_logs,
-)
+from dflash_pipeline.configs.stage import ONE_CPU, logs_near, one_device, run_stage, scratch_logs
 
 # the one place where the target's side meets the drafter's
 DECODE_AND_SCORE = "dflash_pipeline.cli:decode_and_score"

@@ -14,10 +14,10 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import intervals
+from dflash_pipeline.train.arms import TRAINED
 from dflash_pipeline.train.intervals import Counts, Interval
 from dflash_pipeline.train.report import ALL, columns, write_json
 
-ARM = "trained"
 HEADS = ("domain", "prompts", "tau A", "tau B", "A - B", "95 %", "A / B", "loop-free A - B", "95 %")
 
 
@@ -41,7 +41,7 @@ def read_results(path: Path) -> dict[str, Any]:
     """What `--json` wrote. ValueError when it is something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        prompts = found["per_prompt"][ARM]
+        prompts = found["per_prompt"][TRAINED]
         keys = [one["key"] for one in prompts]
         if len(set(keys)) != len(keys) or not isinstance(found["settings"], dict):
             raise ValueError("a prompt stands in it twice, or it has no settings")
@@ -151,7 +151,7 @@ def _tau(counted: Counts) -> float:
 
 
 def _by_key(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {prompt["key"]: prompt for prompt in results["per_prompt"][ARM]}
+    return {prompt["key"]: prompt for prompt in results["per_prompt"][TRAINED]}
 
 
 def _range(interval: Sequence[float]) -> str:

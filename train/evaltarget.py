@@ -10,9 +10,7 @@ from torch import Tensor
 
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.train.decode import (
-    DecodeTarget,
-)
+from dflash_pipeline.train.decode import DecodeTarget
 
 
 class Prompt(Protocol):
