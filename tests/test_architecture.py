@@ -137,6 +137,17 @@ def test_a_preset_loads_and_states_its_thinking_mode(name: str) -> None:
     assert "thinking" in tomllib.loads((ROOT / "configs" / f"{name}.toml").read_text())["target"]
 
 
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_repeats_a_default_only_where_it_says_why(name: str) -> None:
+    section = ""
+    for line in (ROOT / "configs" / f"{name}.toml").read_text().splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif "=" in line and "#" not in line and not line.startswith("thinking"):
+            ((key, value),) = tomllib.loads(line).items()
+            assert value != field_docs()[f"{section}.{key}"].default, f"{section}.{key}"
+
+
 def test_presets_follow_the_papers_gamma_for_their_block() -> None:
     # arXiv 2602.06036, A.1: 7, 5, 4 for blocks of 16, 10, 8
     expected = {16: 7.0, 10: 5.0, 8: 4.0}
