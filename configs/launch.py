@@ -66,12 +66,12 @@ def launch(
         write_status(log_dir, new_status(stage, rank, devices.kind))
     children: list[_Child] = []
     own = noted_signals() if beside is None else contextlib.nullcontext(beside.signals)
-    num_launches = 1 if beside is None else beside.num_launches
+    num_sharing = len(groups) * (1 if beside is None else beside.num_launches)
     with own as signals, selectors.DefaultSelector() as selector:
         try:
             for rank, group in enumerate(groups):
                 place = place_of(
-                    devices.kind, len(groups), rank, stage, log_dir, rendezvous, num_launches
+                    devices.kind, len(groups), rank, stage, log_dir, rendezvous, num_sharing
                 )
                 children.append(_Child(entry, run, group, place, extra, sees_gpus))
                 selector.register(children[-1].progress, selectors.EVENT_READ, children[-1])
@@ -112,12 +112,15 @@ def grouped(devices: Devices, per_process: int) -> list[tuple[int, ...]]:
 
 
 def place_of(
-    kind: str, world: int, rank: int, stage: str, log_dir: str, rendezvous: str, num_launches: int
+    kind: str, world: int, rank: int, stage: str, log_dir: str, rendezvous: str, num_sharing: int
 ) -> Place:
-    """Where the process of this rank runs; CPU threads are shared out evenly."""
+    """Where the process of this rank runs; its CPU threads: an even share of the machine's cores.
+
+    num_sharing: processes that share them.
+    """
     num_cores = len(os.sched_getaffinity(0))
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    even = max(1, num_cores // (world * num_launches))
+    even = max(1, num_cores // num_sharing)
     threads = int(wanted) if wanted.isdigit() else even
     return Place(
         rank=rank,

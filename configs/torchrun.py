@@ -41,7 +41,9 @@ def run_rank(
                 "--nproc-per-node"
             )
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus.device_name(devices.ids[local_rank])
-    place = place_of(devices.kind, world, rank, stage, log_dir, "env://", 1)
+    # the other nodes have cores of their own
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    place = place_of(devices.kind, world, rank, stage, log_dir, "env://", num_here)
     before = refusal.before(log_dir, stage, rank)
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     log = log_path(log_dir, stage, rank)

@@ -558,12 +558,16 @@ def test_under_torchrun_the_process_is_its_rank(
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert type_line("dflash train --gpus cpu --store x").code == 2  # ranks share no clock
     assert type_line("dflash train --gpus cpu --store x --out run").code == 0
     ((entry, place, extra),) = seen
     assert entry == "dflash_pipeline.train.worker:main"
     assert (place.rank, place.world, place.device) == (2, 4, "cpu")
     assert place.rendezvous == "env://"
+    # the other three run on other machines
+    assert place.threads == len(os.sched_getaffinity(0))
     assert extra == {"resume": False}
 
 
