@@ -147,7 +147,7 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(
     monkeypatch.setattr("dflash_pipeline.configs.launch.GRACE_S", 1.0)
     assert ranks(train_run(timeout_s=6.0), 2, rank=1, at_step="hangs") == 1
     said = capfd.readouterr().err
-    assert re.search(r"rank 1 hangs: for [56] s it has been in stage .* after step 3 \(the", said)
+    assert re.search(r"rank 1 hangs: for \d+ s it has been in stage .* after step 3 \(the", said)
     assert "(the others: no single rank is behind)" in said
     stacks = (tmp_path / "out" / "logs" / "train-1.log").read_text()
     assert re.search(r'rank_tasks.py", line \d+ in learns', stacks)

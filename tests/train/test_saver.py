@@ -164,7 +164,7 @@ WRITER = """
     saver = Saver(out, drafter.shape, 2, state)
     for step in range(begin, 10_000):
         progress = Progress(step, Position(0, 0, step), 0.0, 0, 0.0, 0)
-        saver.save(state, progress, step % 3 == 0, _nothing)
+        saver.save(state, progress, step % 3 == 0, lambda: None)
         print(step, flush=True)
 """
 
@@ -182,10 +182,11 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
         ) as writer:
             assert writer.stdout is not None
             for _ in range(2 + number % 3):
-                writer.stdout.readline()
+                assert writer.stdout.readline(), "it ended before it was killed"
             # somewhere in a write of a few dozen milliseconds
             time.sleep(0.015 * number)
             os.kill(writer.pid, signal.SIGKILL)
+        assert writer.returncode == -signal.SIGKILL
         for path in tmp_path.glob("step-*"):
             progress, state = checkpoint.load(path, torch.device("cpu"))
             assert path.name == f"step-{progress.step:08d}"

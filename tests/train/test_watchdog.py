@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +14,26 @@ import torch
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.status import read_status, status_path
 from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.train import watchdog as watching
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.watchdog import Watchdog
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """`passes(seconds)`: of the watchdog's time, which stands still but for this."""
+    now = 0.0
+
+    def passed(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        # it has a look
+        time.sleep(0.05)
+
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watching, "_LOOK_EVERY_S", 0.001)
+    return passed
 
 
 def _stuck_reader(until: threading.Event) -> None:
@@ -22,7 +41,10 @@ def _stuck_reader(until: threading.Event) -> None:
 
 
 def test_a_hang_is_named_with_its_stage_its_step_and_every_stack(
-    place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    place: Place,
+    tmp_path: Path,
+    passes: Callable[[float], None],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     ended = threading.Event()
     codes: list[int] = []
@@ -37,9 +59,10 @@ def test_a_hang_is_named_with_its_stage_its_step_and_every_stack(
     with Watchdog(place, 1.0, RunLog(place), Group(place, 1.0), clock, end) as watchdog:
         for step in range(6):
             watchdog.beat(step)
-            time.sleep(0.2)
+            passes(0.8)
         assert not codes
         with clock.stage("backward"):
+            passes(0.15)
             assert ended.wait(30)
     reader.join()
     assert codes == [1]
@@ -55,13 +78,15 @@ def test_a_hang_is_named_with_its_stage_its_step_and_every_stack(
     assert "rank 0 hangs" in (tmp_path / "out" / "logs" / "train-0.log").read_text()
 
 
-def test_a_rank_that_waits_for_others_is_not_taken_for_the_one_that_hangs(place: Place) -> None:
+def test_a_rank_that_waits_for_others_is_not_taken_for_the_one_that_hangs(
+    place: Place, passes: Callable[[float], None]
+) -> None:
     codes: list[int] = []
     group = Group(place, 1.0)
     clock = Clock(torch.device("cpu"))
     with (
-        Watchdog(place, 0.2, RunLog(place), group, clock, codes.append),
+        Watchdog(place, 1.0, RunLog(place), group, clock, codes.append),
         group._waiting(),
     ):
-        time.sleep(0.5)
+        passes(5.0)
     assert not codes
