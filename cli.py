@@ -432,7 +432,7 @@ def verify(
         from dflash_pipeline.store import following as after
 
         if repair:
-            return after.after_repair(capture, path)
+            return after.after_repair(capture, path, deep)
         if deep or sample is not None:
             return after.training_on(path, lambda: after.training_line(path, path))
         return f"dflash verify --deep {shlex.quote(path)}"

@@ -5,12 +5,16 @@ The stages check again, with all they know; this spares a person the wait for th
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
+
+# every store has it, and nothing else does that this package writes
+STORE_FILE = "zarr.json"
 
 
 def need(value: Sequence[str], flag: str, key: str) -> str:
@@ -40,8 +44,14 @@ def check_data(sources: Sequence[str]) -> None:
 
 def check_store(path: str) -> None:
     """What only reads a store needs one; whether it is whole is the stage's to say."""
-    if not root_of(path).is_dir():
+    root = root_of(path)
+    if not root.is_dir():
         raise UsageError(f"there is no store {path}: name the directory that dflash capture wrote")
+    if not (root / STORE_FILE).is_file():
+        raise UsageError(
+            f"no store at {path} (no {STORE_FILE} in it): expected a directory that dflash capture "
+            "wrote"
+        )
 
 
 def check_checkpoint(path: str, flag: str) -> None:
@@ -84,7 +94,7 @@ def check_store_place(store: str) -> None:
         if path.is_mount():
             # it appears by a rename, which cannot replace a mount point
             raise UsageError(f"--store {store} is a mount point: name a directory inside it")
-        if any(path.iterdir()) and not (path / "zarr.json").is_file():
+        if any(path.iterdir()) and not (path / STORE_FILE).is_file():
             raise UsageError(
                 f"--store {store} is not empty and holds no store (no zarr.json): name a new "
                 "directory"
@@ -140,8 +150,24 @@ def check_run_directory(out: str) -> None:
     _check_writable(path.absolute(), f"--out {out}")
 
 
+def _is_store(folder: Path) -> bool:
+    """A group of Zarr that is ours; others may hold stores."""
+    try:
+        document = json.loads((folder / STORE_FILE).read_bytes())
+        return "dflash" in document["attributes"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
 def _check_writable(folder: Path, what: str) -> None:
-    """The folder, or the nearest one above it that exists, takes new entries."""
+    """The folder, or the nearest one above it that exists, takes new entries; and no store does."""
+    real = Path(os.path.realpath(folder))
+    for one in (real, *real.parents):
+        if _is_store(one):
+            # what no capture wrote is damage to a store
+            raise UsageError(
+                f"{what}: {one} is a store, nothing else goes into it; choose another place"
+            )
     while not os.path.lexists(folder):
         folder = folder.parent
     if not folder.is_dir():

@@ -37,10 +37,15 @@ def training_on(store: str, usual: Following) -> str:
     return following.training_on_rolling(store, line, rolling.num_released, rolling.is_sealed)
 
 
-def after_repair(capture: click.Command, store: str) -> str:
-    """Once more the capture that made a store, where there is something to redo."""
+def after_repair(capture: click.Command, store: str, deep: bool) -> str:
+    """Once more the capture that made a store, where there is something to redo.
+
+    deep: every row was read. Where not, nothing says yet that it may be trained on.
+    """
     captured = glance.recorded_run(store)
     if not glance.is_open(store):
+        if not deep:
+            return f"dflash verify --deep {shlex.quote(store)}"
         return training_line(store, store)
     return following.capturing_again(capture, store, captured)
 

@@ -89,7 +89,8 @@ def main(run: object, place: object, extra: Mapping[str, object]) -> None:
         for line in (*report.problems, *(f"repair: {line}" for line in done)):
             print(line)
         if not report.problems:
-            print("nothing to repair")
+            unread = "" if deep else "; rows were not read, --deep compares their checksums"
+            print(f"nothing to repair{unread}")
         elif not after.problems:
             left = after.num_shards - after.num_committed
             print(f"the command that captured {path} redoes {left} of {after.num_shards} shards")

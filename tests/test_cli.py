@@ -115,6 +115,8 @@ def type_line(
     monkeypatch.chdir(tmp_path / "home")
     for name in ("hs", "x"):
         Path(name).mkdir()
+        # a store as far as it is looked at before its stage
+        Path(name, "zarr.json").touch()
     for name in ("a", "b", "c"):
         Path(f"{name}.jsonl").write_text(ROW)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "DFLASH_GPUS_AS_CPU"):
@@ -834,7 +836,8 @@ def test_the_line_that_is_to_come_next_can_be_typed_and_says_what_this_one_did(
     Path("b c.jsonl").write_text(ROW)
     for made in ("new/store", "my run"):
         Path(made).mkdir(parents=True, exist_ok=True)
-    (Path("new") / "zarr.json").touch()
+    for store in ("new", "new/store"):
+        Path(store, "zarr.json").touch()
     following = type_line(said.removeprefix("next: "))
     assert following.code == 0, following.err
     if "--data" in line and "capture" in said:
@@ -861,7 +864,10 @@ def test_what_comes_after_a_store_takes_the_preset_that_it_was_captured_with(
 ) -> None:
     training = f"next: dflash train --store {recorded_store} --config toy"
     assert type_line(f"dflash verify --deep {recorded_store}").last_line == training
-    assert type_line(f"dflash verify --repair {recorded_store}").last_line == training
+    assert type_line(f"dflash verify --repair --deep {recorded_store}").last_line == training
+    # it has read no row
+    checking = f"next: dflash verify --deep {recorded_store}"
+    assert type_line(f"dflash verify --repair {recorded_store}").last_line == checking
     merged = type_line(f"dflash merge new {recorded_store} x").last_line
     assert merged == "next: dflash train --store new --config toy"
     # a repair took the seal: the capture comes first
@@ -902,7 +908,7 @@ def test_without_held_out_samples_nothing_is_proposed_to_be_replayed(
     [
         "dflash capture --gpus cpu --target toy --data a.jsonl --store new",
         "dflash verify --deep made",
-        "dflash verify --repair made",
+        "dflash verify --repair --deep made",
         "dflash merge new made x",
     ],
 )

@@ -72,6 +72,39 @@ def test_a_folder_that_takes_no_entries_is_named(
         check("new/x")
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        inputs.check_store_place,
+        inputs.check_further_mount,
+        inputs.check_run_directory,
+        lambda path: inputs.check_out_file(path, "--out"),
+        lambda path: inputs.check_new_directory(path, "--out"),
+    ],
+)
+def test_nothing_is_written_into_a_store(check: Callable[[str], None]) -> None:
+    Path("hs/b0").mkdir(parents=True)
+    Path("hs/zarr.json").write_text('{"attributes": {"dflash": {}}}')
+    Path("elsewhere").symlink_to("hs")
+    # a group of somebody else may hold whatever it likes
+    Path("zarr.json").write_text('{"attributes": {}}')
+    for inside in ("hs/new", "hs/b0/new", "hs/new/below", "elsewhere/new"):
+        with pytest.raises(UsageError, match=r"/hs is a store, nothing else goes into it"):
+            check(inside)
+    check("hs/../beside")
+    check("hs.logs/beside")
+
+
+def test_what_reads_a_store_needs_one_there() -> None:
+    with pytest.raises(UsageError, match=r"there is no store hs: name"):
+        inputs.check_store("hs")
+    Path("hs").mkdir()
+    with pytest.raises(UsageError, match=r"no store at hs \(no zarr\.json in it\)"):
+        inputs.check_store("hs")
+    Path("hs/zarr.json").touch()
+    inputs.check_store("hs,further")
+
+
 def test_a_list_may_stand_in_a_file() -> None:
     Path("keys.txt").write_text("a\n\n  b b \nc\n", encoding="utf-8")
     assert inputs.listed(("x", "@keys.txt", "c"), "--drop-sample") == ("x", "a", "b b", "c")

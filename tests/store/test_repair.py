@@ -92,7 +92,7 @@ def test_the_command_says_what_it_did(
 ) -> None:
     extra: dict[str, Any] = {"path": str(store.path), "deep": True, "json": False}
     main(None, None, extra)
-    assert capsys.readouterr().out == "nothing to repair\n"
+    assert capsys.readouterr().out == ("nothing to repair\n")
     flip(store.path / paths.hidden_file(HIT), 0)
     main(None, None, extra)
     out = capsys.readouterr().out
