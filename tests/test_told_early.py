@@ -177,6 +177,16 @@ def test_what_a_line_contradicts_is_told_before_anything_heavy_loads(
     assert message in said
 
 
+def test_a_run_that_is_at_work_is_not_gone_on_with() -> None:
+    line = "train --gpus cpu --store made --out run --resume"
+    with record.held(Path("run")):
+        ended, said = _typed(line)
+    assert ended == "ended 2 False", said
+    assert "another process trains into run at this moment" in said
+    ended, said = _typed(line)
+    assert ended == "ended by a launch False", said
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -6,15 +6,17 @@ for its imports. Where something cannot be read, that is the stage's to say.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_pipeline.configs import torchrun
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import glance
-from dflash_pipeline.train.record import check_same
+from dflash_pipeline.train.record import check_free, check_same
 from dflash_pipeline.train.remembered import (
     check_rendering,
     checkpoint_directory,
@@ -26,7 +28,7 @@ from dflash_pipeline.train.selection import kept_samples, none_held_out
 
 def check_runs(runs: Sequence[Run]) -> None:
     """UsageError where a run drops a domain or a sample that none of its stores has, or where its
-    directory holds a run with other settings or of other stores."""
+    directory holds a run that is at work, has other settings or is of other stores."""
     for run in runs:
         if run.train.drop_domains or run.train.drop_samples:
             _check_drops(run)
@@ -42,6 +44,10 @@ def _check_drops(run: Run) -> None:
 
 
 def _check_continued(run: Run) -> None:
+    if not torchrun.is_rank():
+        # one of the ranks that were started with this one may be at work already
+        with contextlib.suppress(OSError):
+            check_free(Path(run.train.out))
     found = [glance.root(path) for path in _paths(run)]
     # a store that is not calibrated yet has no whole identity
     roots = [one[0] for one in found if one is not None and one[1].is_calibrated]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dflash_pipeline.configs.errors import first_line
 from dflash_pipeline.configs.place import Place
 
 # torch exports its key-value stores without types
@@ -274,5 +275,14 @@ def _facts(place: Place, timeout: timedelta) -> Any:
         # under torchrun the agent serves the store already, and keeps it over a restart
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = place.rank == 0 and not agent_serves
-    served = _kv.TCPStore(host, port, place.world, serves, timeout)
+    limit, told = f"{timeout.total_seconds():g} s", "or raise train.timeout_s"
+    try:
+        served = _kv.TCPStore(host, port, place.world, serves, timeout)
+    except RuntimeError as error:
+        what = f"could not reach the key-value store of all ranks at {host}:{port} within {limit}"
+        if serves:
+            what = f"waited {limit} for all {place.world} ranks to start"
+        raise ValueError(
+            f"rank {place.rank} {what}: see the logs of the others, {told} ({first_line(error)})"
+        ) from error
     return _kv.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), served)

@@ -5,9 +5,11 @@ Loads no torch: the command line asks as well, before anything else does.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,42 @@ def check_same(out: Path, run: Run, roots: Sequence[Root] | None) -> None:
             f"{out} was begun with other settings ({'; '.join(changed)}): set them back, or begin "
             "a new run with another --out"
         )
+
+
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Rank 0, after `begin` and for as long as it may write: nobody else trains into OUT.
+
+    UsageError where somebody does. The kernel gives it back whatever ends the process.
+    """
+    descriptor = os.open(out / RUN_FILE, os.O_RDWR)
+    try:
+        if not _lock(descriptor):
+            raise UsageError(_at_work(out))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_free(out: Path) -> None:
+    """UsageError where a run is at work in OUT, which holds one."""
+    with held(out):
+        pass
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        return durable.lock(descriptor, 0)
+    except OSError:
+        # a file system without locks keeps nobody out; runs, unlike stores, may stand on one
+        return True
+
+
+def _at_work(out: Path) -> str:
+    return (
+        f"another process trains into {out} at this moment (dflash status {out}): wait until it "
+        "has ended, or begin a new run with another --out"
+    )
 
 
 def withdraw(out: Path) -> None:

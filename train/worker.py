@@ -38,11 +38,16 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     let_memory_grow(torch.__version__)
     out = Path(run.train.out)
     log = RunLog(place)
-    with StopWish() as wish, contextlib.closing(Group(place, run.train.timeout_s)) as group:
+    with (
+        contextlib.ExitStack() as held,
+        StopWish() as wish,
+        contextlib.closing(Group(place, run.train.timeout_s)) as group,
+    ):
         resume = bool(extra["resume"])
         stores, samples, shape = open_stores(run, place, log, wish, resume)
         if group.rank == 0:
             record.begin(out, run, [store.root for store in stores], resume)
+            held.enter_context(record.held(out))
         group.agree("begun", "")
         try:
             training = build(run, place, group, log, stores, samples, shape, resume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -51,3 +52,16 @@ def test_a_hung_rank_is_named_in_time(place: Place, tmp_path: Path) -> None:
             group.close()
         finally:
             other.kill()
+
+
+def test_ranks_that_do_not_come_to_the_start_are_told_of(place: Place) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    start = replace(place, world=2, rendezvous=f"tcp://127.0.0.1:{port}")
+    with pytest.raises(ValueError, match=r"^rank 0 waited 1 s for all 2 ranks to start: see"):
+        Group(start, 1.0)
+    # by now nobody listens there
+    message = rf"^rank 1 could not reach the key-value store of all ranks at 127\.0\.0\.1:{port}"
+    with pytest.raises(ValueError, match=message):
+        Group(replace(start, rank=1), 1.0)

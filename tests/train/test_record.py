@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store
-from dflash_pipeline.train import record
+from dflash_pipeline.train import record, worker
 
 
 def test_out_must_be_free_or_resumed(
@@ -78,6 +81,39 @@ def test_resume_refuses_another_share_of_a_store(
     whole = replace(run, train=replace(run.train, stores=(str(path),)))
     with pytest.raises(UsageError, match=r"store 0 .*another share"):
         record.begin(out, whole, [whole_store.root], resume=True)
+
+
+def test_a_run_has_one_process_that_writes_it(
+    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path, monkeypatch: Any
+) -> None:
+    run, out = train_run(), tmp_path / "out"
+    record.begin(out, run, [whole_store.root], resume=False)
+    record.check_free(out)
+    with record.held(out):
+        message = r"another process trains into .*/out at this moment .*: wait until it has ended"
+        with pytest.raises(UsageError, match=message), record.held(out):
+            pytest.fail("two hold it")
+        with pytest.raises(UsageError, match=message):
+            record.check_free(out)
+    record.check_free(out)
+
+    def without_locks(*_arguments: object) -> bool:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(record.durable, "lock", without_locks)
+    record.check_free(out)
+
+
+def test_a_run_that_another_process_writes_is_not_gone_on_with(
+    whole_store: Store, train_run: Callable[..., Run], place: Place
+) -> None:
+    run = train_run(max_steps=1)
+    out = Path(run.train.out)
+    record.begin(out, run, [whole_store.root], resume=False)
+    before = sorted(path.name for path in out.iterdir())
+    with record.held(out), pytest.raises(UsageError, match="another process trains into"):
+        worker.main(run, place, {"resume": True})
+    assert sorted(path.name for path in out.iterdir() if path.name != "logs") == before
 
 
 def test_the_record_is_compared_without_torch() -> None:
