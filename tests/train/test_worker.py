@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -305,8 +306,15 @@ def test_a_run_follows_a_store_that_is_being_captured(
     with pytest.raises(UsageError, match="still being captured and --no-follow"):
         worker.main(replace(run, train=replace(run.train, follow=False)), place, NEW)
 
+    log = tmp_path / "out" / "logs" / "train-0.log"
+    log.touch()
+
     def capture() -> None:
-        tiny.capture(train_plan, growing_store, pause_s=0.1)
+        tiny.capture(train_plan, growing_store, most=2)
+        deadline = time.monotonic() + 60
+        while "waiting for shards" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        tiny.capture(train_plan, growing_store)
         growing_store.seal()
 
     thread = threading.Thread(target=capture)
@@ -317,8 +325,7 @@ def test_a_run_follows_a_store_that_is_being_captured(
     places = np.concatenate(drawn)
     assert sorted(places.tolist()) == list(range(len(places)))
     assert (tmp_path / "out" / "order").is_file()
-    log = (tmp_path / "out" / "logs" / "train-0.log").read_text()
-    assert "waiting for shards" in log
+    assert "waiting for shards" in log.read_text()
 
 
 def test_steps_that_are_not_finite_are_named_and_end_the_run_in_time(
