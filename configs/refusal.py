@@ -39,7 +39,11 @@ class Before:
 def before(log_dir: str, stage: str, rank: int | None = None) -> Before:
     """Of one rank, or of all; to be taken before anything is written to `log_dir`."""
     path, name = Path(log_dir), f"{stage}-{'*' if rank is None else rank}"
-    statuses = {one: one.read_bytes() for one in path.glob(f"{name}.status.json")}
+    statuses = dict[Path, bytes]()
+    for one in path.glob(f"{name}.status.json"):
+        # another launch may remove it meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            statuses[one] = one.read_bytes()
     absolute = path.absolute()
     missing = takewhile(lambda one: not one.exists(), (absolute, *absolute.parents))
     return Before(path, name, statuses, tuple(missing))

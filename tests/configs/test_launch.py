@@ -87,6 +87,16 @@ def test_a_refusal_leaves_no_trace_and_how_earlier_work_ended_is_told_as_before(
     assert [one.state for one in find_statuses(logs)] == ["failed", "done", "done"]
 
 
+def test_a_status_that_another_launch_removes_meanwhile_stops_nobody(
+    stages: str, tmp_path: Path
+) -> None:
+    # as it is between the listing of its directory and its reading
+    (tmp_path / "train-7.status.json").symlink_to("gone")
+    one = Devices("cpu", (0,))
+    assert launch(f"{stages}:work", Run(), one, "train", str(tmp_path), {}) == 0
+    assert [one.rank for one in find_statuses(tmp_path)] == [0]
+
+
 def test_a_stage_is_seen_at_work_before_its_process_has_said_so(
     stages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
