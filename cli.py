@@ -499,6 +499,8 @@ def merge(out: str, stores: tuple[str, ...], fast: bool) -> int:
 )
 def show_status(directory: str, as_json: bool, drop: str) -> int:
     """Say what the processes of a run, sweep, store or answer file do, or how they ended."""
+    if drop and as_json:
+        raise UsageError("--drop says in a line what it has done: leave --json out")
     if drop:
         inputs.check_store(directory)
         extra = {"path": directory, "drop": drop, "json": False}

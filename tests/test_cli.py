@@ -473,6 +473,7 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash train --epochs many", "'many' is not a valid integer"),
         ("dflash train --store x --per-gpu 2", "--per-gpu shares a device out among the variants"),
         ("dflash status nowhere", "nowhere: no run has left its status; looked in"),
+        ("dflash status hs --drop runs/a --json", "--drop says in a line what it has done"),
         ("dflash demo --out a.jsonl", "--out a.jsonl is not a directory: name another one"),
         ("dflash demo --out a.jsonl/d", "a.jsonl is not a directory; choose another place"),
         ("dflash demo --gpus 1000", "--gpus 1000: there is no such GPU"),
