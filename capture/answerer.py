@@ -37,6 +37,8 @@ NO_ROOM = "no room for a whole answer within data.max_len or the target's positi
 LEFT_OUT = (TOO_LONG, NO_ROOM)
 """Reasons that are no fault of the data."""
 TELL_EVERY_S = 1.0
+# beyond every step
+_NEVER = 1 << 62
 _MASK_34, _MASK_37, _MASK_33, _MASK_24 = ((1 << bits) - 1 for bits in (34, 37, 33, 24))
 
 
@@ -117,7 +119,9 @@ class Answerer:
             ]
             try:
                 before = sum(map(len, answers))
-                answers += self._generate_part(prompts[part], seeds, partial(_add, tell, before))
+                keys = [dialogue.key for dialogue in turn[part]]
+                tell_all = partial(_add, tell, before)
+                answers += self._generate_part(keys, prompts[part], seeds, tell_all)
             except torch.OutOfMemoryError as error:
                 if len(seeds) == 1:
                     raise ValueError(
@@ -132,6 +136,7 @@ class Answerer:
     @torch.inference_mode()
     def _generate_part(
         self,
+        keys: Sequence[str],
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         tell: Callable[[int], None],
@@ -152,14 +157,23 @@ class Answerer:
             pad_token_id=pad_id,
             do_sample=False,
         )
+        finite = _Finite(len(prompts), self._device)
         found_BT = self._model.generate(
             ids_BT.to(self._device),
             attention_mask=mask_BT.to(self._device),
-            logits_processor=_processors(self._config, seeds),
+            logits_processor=LogitsProcessorList([finite, *_processors(self._config, seeds)]),
             stopping_criteria=StoppingCriteriaList([_Teller(longest, self._ends, tell)]),
         )
-        answers = found_BT[:, longest:].tolist()
-        return [_cut(row[:own], self._ends) for row, own in zip(answers, rooms, strict=True)]
+        found = zip(found_BT[:, longest:].tolist(), rooms, strict=True)
+        answers = [_cut(row[:own], self._ends) for row, own in found]
+        for key, answer, bad_step in zip(keys, answers, finite.first_bad_B.tolist(), strict=True):
+            if bad_step < len(answer):
+                raise ValueError(
+                    f"target {self._target.id} gives NaN or Inf for token {bad_step} of the answer "
+                    f"to {key}: its weights are damaged, or overflow target.dtype "
+                    f"({self._model.dtype}); what was answered before is kept"
+                )
+        return answers
 
 
 def _add(tell: Callable[[int], None], before: int, count: int) -> None:
@@ -235,6 +249,24 @@ class _Teller(StoppingCriteria):
             self._tell(int((~is_padding_BT).sum()))
             self._told_at = time.monotonic()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+
+
+class _Finite(LogitsProcessor):
+    """Notes where logits are no numbers: the largest of NaNs would be token 0, as if chosen."""
+
+    def __init__(self, num_prompts: int, device: torch.device | str) -> None:
+        self._step = 0
+        self.first_bad_B = torch.full((num_prompts,), _NEVER, device=device)
+        """The first new token of each prompt that was chosen so. Read once a batch: asking at each
+        step would wait for the device."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        # NaN wins a maximum, and a row of nothing but -inf has no other
+        is_bad_B = ~scores.amax(-1).isfinite()
+        now_B = self.first_bad_B.clamp(max=self._step)
+        self.first_bad_B = torch.where(is_bad_B, now_B, self.first_bad_B)
+        self._step += 1
+        return scores
 
 
 class _Noise(LogitsProcessor):

@@ -72,14 +72,25 @@ class Decoder:
             feature_TKH[longest - length :]
             for feature_TKH, length in zip(feature_BTKH, lengths, strict=True)
         ]
-        return self._target.head_logits(last_BTH[:, -1]), features
+        return self._logits(last_BTH[:, -1]), features
 
     @torch.inference_mode()
     def verify(self, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Read on -> fp32 logits_BSV after each token, feature_BSKH."""
         num_slots = ids_BS.shape[1]
         last_BSH, feature_BSKH = self._read(ids_BS, [have + num_slots for have in self._lengths])
-        return self._target.head_logits(last_BSH), feature_BSKH
+        return self._logits(last_BSH), feature_BSKH
+
+    def _logits(self, last: Tensor) -> Tensor:
+        """fp32 logits of states; ValueError for NaN or Inf, of which token 0 would be chosen."""
+        logits = self._target.head_logits(last)
+        # NaN wins a maximum
+        if not bool(logits.amax(-1).isfinite().all()):
+            raise ValueError(
+                "the target's logits are NaN or Inf: its weights are damaged, or overflow "
+                f"target.dtype ({self._target.dtype})"
+            )
+        return logits
 
     def crop(self, prompts: Sequence[int], num_tokens: Sequence[int]) -> None:
         """Go on with these of the prompts, of each with so many first tokens of its text."""

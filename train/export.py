@@ -110,6 +110,12 @@ def main(run: Run, place: Place, extra: Mapping[str, object]) -> None:
             checkpoint.trained_on,
         )
     log.say(f"{checkpoint.path} is now {out} ({extra['layout']} layout), read back bit for bit")
+    known_id = checkpoint.trained_on.get("target_id")
+    if run.target.id and known_id and known_id != run.target.id:
+        log.say(
+            f"the drafter was trained for target {known_id}, this command names {run.target.id}: "
+            "with another model than that under another name it proposes badly"
+        )
     is_servable = run.target.id not in ("", *PACKAGED)
     commands = serving_commands(checkpoint.shape, out, run.target.id if is_servable else "TARGET")
     scale = checkpoint.shape.input_embedding_scale

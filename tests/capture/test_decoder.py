@@ -108,6 +108,20 @@ def test_a_second_prompt_starts_from_nothing() -> None:
     assert torch.equal(once_BV, again_BV)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_a_decoding(value: float) -> None:
+    """Token 0 would be chosen of them, again and again, and every output be identical to plain."""
+    target = Target(model("qwen3"), ())
+    read = Decoder(target, (1,))
+    ids_BS = torch.tensor([[5, 6, 7]])
+    read.prefill([ids_BS[0]])
+    with torch.no_grad():
+        target.head.weight[9] = value
+    for step in (lambda: read.verify(ids_BS), lambda: read.prefill([ids_BS[0]])):
+        with pytest.raises(ValueError, match=r"logits are NaN or Inf: .* target\.dtype"):
+            step()
+
+
 def test_a_running_state_is_refused_with_the_way_out() -> None:
     target = Target(model("qwen3"), ())
     target.model.config.layer_types = ["linear_attention", "full_attention"] * 2

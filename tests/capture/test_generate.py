@@ -266,12 +266,16 @@ def test_a_batch_that_does_not_fit_is_halved(
     original = Answerer._generate_part
 
     def small_only(
-        self: Answerer, prompts: list[list[int]], seeds: list[int], tell: Callable[[int], None]
+        self: Answerer,
+        keys: list[str],
+        prompts: list[list[int]],
+        seeds: list[int],
+        tell: Callable[[int], None],
     ) -> list[list[int]]:
         sizes.append(len(prompts))
         if len(prompts) > 2:
             raise torch.OutOfMemoryError("no memory")
-        return original(self, prompts, seeds, tell)
+        return original(self, keys, prompts, seeds, tell)
 
     monkeypatch.setattr(Answerer, "_generate_part", small_only)
     generate.main(run, place_of(tmp_path), {})
@@ -361,6 +365,28 @@ def test_every_end_token_of_the_target_stops_an_answer(
     directory = make_target_dir("qwen3", eos_token_id=[5, 6])
     config = TargetConfig(id=str(directory))
     assert end_ids(resolve(config), config) >= {5, 6, 258}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_give_no_answer(
+    tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch, temperature: float, value: float
+) -> None:
+    """Their largest is token 0: an answer of nothing but that would be written as the target's."""
+    run = run_of(tmp_path, target, temperature=temperature)
+    load = Target.load
+
+    def damaged(*arguments: Any) -> Target:
+        loaded = load(*arguments)
+        with torch.no_grad():
+            loaded.head.weight[3] = value
+        return loaded
+
+    monkeypatch.setattr(Target, "load", damaged)
+    with pytest.raises(ValueError, match=r"gives NaN or Inf for token 0 of the answer to \w+: its"):
+        generate.main(run, place_of(tmp_path), {})
+    out = Path(run.generate.out)
+    assert not out.exists() or not answers(run)
 
 
 def test_no_answer_is_lost_or_doubled_when_writers_are_killed(tmp_path: Path) -> None:

@@ -443,6 +443,22 @@ def test_a_server_that_leaves_out_the_scale_of_the_embedding_is_not_offered(
     assert "next: serve it with\n  python -m sglang.launch_server --model-path org/t " in out
 
 
+def test_a_target_that_the_drafter_was_not_trained_for_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The serving lines name the target of the command line: nothing else would tell."""
+    remembered = {"target_id": "org/t"}
+    of = shape()
+    write_zlab(tmp_path / "z", of, tensors(of), remembered)
+    place = cpu_place(tmp_path / "logs", "export")
+    extra = {"checkpoint": str(tmp_path / "z"), "layout": "zlab", "store": ""}
+    for target_id, is_said in (("org/t", False), ("", False), ("org/other", True)):
+        out = tmp_path / f"out-{is_said}-{bool(target_id)}"
+        export.main(Run(target=TargetConfig(id=target_id)), place, extra | {"out": str(out)})
+        told = "was trained for target org/t, this command names org/other"
+        assert (told in capsys.readouterr().out) is is_said
+
+
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_servers_have_read_what_is_written_now(server: str, tmp_path: Path) -> None:
     measured = json.loads((BENCH / f"servers_{server}.json").read_text())
