@@ -294,7 +294,7 @@ def test_eval_asks_a_server_without_a_drafter(type_line: Callable[..., Ended]) -
 
 
 def test_eval_compares_results_and_drafters(type_line: Callable[..., Ended]) -> None:
-    Path("r.json").write_text("{}")
+    Path("r.json").write_text('{"per_prompt": {"trained": []}, "settings": {}}')
     first, second = type_line(
         "dflash eval --gpus cpu --compare x r.json --target toy --prompts b.jsonl --json out.json"
     ).calls

@@ -91,13 +91,13 @@ def _shown_words(folder: str) -> set[str]:
 
 
 def test_every_word_of_a_progress_line_is_explained_and_no_other() -> None:
-    from dflash_pipeline.train import arms, journal
+    from dflash_pipeline.train import journal, results
 
     told = TEXT[TEXT.index("The words of progress lines:") :].split("\n\n")[1]
     firsts = [line.split("|")[1] for line in told.splitlines()[2:]]
     listed = [word for first in firsts for word in re.findall(r"`(\w+)`", first)]
     shown = {*Counts().numbers(), *journal._SHOWN, "slot1"}
-    shown |= {f"tau_{arm}" for arm in (arms.TRAINED, arms.UNTRAINED, arms.LOOKUP)}
+    shown |= {f"tau_{arm}" for arm in (results.TRAINED, results.UNTRAINED, results.LOOKUP)}
     shown |= _shown_words("capture") | _shown_words("train") | _shown_words("store")
     assert sorted(listed) == sorted(shown)
 

@@ -58,7 +58,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a line that is ended at its launch leaves its logs
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     Path("a.jsonl").write_text(json.dumps(ROW) + "\n")
-    Path("a.json").write_text("{}")
+    Path("a.json").write_text('{"per_prompt": {"trained": []}, "settings": {}}')
     Path("bad.jsonl").write_text("no json\n" + json.dumps(ROW) + "\n")
     _recorded(dict(to_dict(load("", ["target.id=toy", "data.max_len=200"], {}))))
     shutil.copytree("made", "trained", symlinks=True)
@@ -151,6 +151,11 @@ def _typed(line: str) -> tuple[str, str]:
             f"eval {TARGET} --compare drafter drafter --prompts a.jsonl --thinking on",
             2,
             "drafter drafter was trained on a store of template_args",
+        ),
+        (
+            f"eval {TARGET} --compare drafter a.jsonl --prompts a.jsonl",
+            2,
+            "a.jsonl is no result of an evaluation with per-prompt counts",
         ),
         (
             "eval --gpus cpu --drafter drafter --store made",

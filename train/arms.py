@@ -13,8 +13,6 @@ from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.loading import Checkpoint
 from dflash_pipeline.train.report import Scored
 
-PLAIN, TRAINED, UNTRAINED, LOOKUP = "plain", "trained", "untrained", "lookup"
-
 
 def drafters(
     checkpoint: Checkpoint, seed: int, device: torch.device | str, dtype: torch.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import intervals
-from dflash_pipeline.train.arms import TRAINED
 from dflash_pipeline.train.intervals import Counts, Interval
 from dflash_pipeline.train.report import ALL, columns, write_json
+from dflash_pipeline.train.results import TRAINED, read_results
 
 HEADS = ("domain", "prompts", "tau A", "tau B", "A - B", "95 %", "A / B", "loop-free A - B", "95 %")
 
@@ -35,22 +34,6 @@ def main(run: Run, place: Place, extra: Mapping[str, object]) -> None:
         values = {"a": names[0], "b": names[1], "settings": one["settings"], "domains": found}
         write_json(Path(run.eval.json), values)
         log.say(f"results are in {run.eval.json}")
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """What `--json` wrote. ValueError when it is something else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        prompts = found["per_prompt"][TRAINED]
-        keys = [one["key"] for one in prompts]
-        if len(set(keys)) != len(keys) or not isinstance(found["settings"], dict):
-            raise ValueError("a prompt stands in it twice, or it has no settings")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no result of an evaluation with per-prompt counts ({error!r}): write one "
-            "with dflash eval --json FILE"
-        ) from error
-    return dict(found)
 
 
 def check_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:

@@ -22,10 +22,6 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train.arms import (
-    LOOKUP,
-    PLAIN,
-    TRAINED,
-    UNTRAINED,
     drafters,
     settings,
     tokens_by_domain,
@@ -47,6 +43,7 @@ from dflash_pipeline.train.loading import Checkpoint
 from dflash_pipeline.train.preflight import twin_shape
 from dflash_pipeline.train.remembered import check_rendering
 from dflash_pipeline.train.report import Arm, Mismatch, Pace, Report, Scored, scored
+from dflash_pipeline.train.results import LOOKUP, PLAIN, TRAINED, UNTRAINED
 from dflash_pipeline.train.sampling import Draws, Sampling
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.tally import Answer, Tally

@@ -23,6 +23,7 @@ from dflash_pipeline.train.remembered import (
     remembered,
     rendering,
 )
+from dflash_pipeline.train.results import read_results
 from dflash_pipeline.train.selection import kept_samples, none_held_out
 
 
@@ -56,10 +57,16 @@ def _check_continued(run: Run) -> None:
 
 def check_drafter(run: Run, drafter: str, template_args: str) -> None:
     """UsageError where a drafter was trained on conversations that were rendered otherwise, or
-    shall replay a store without a held-out sample.
+    shall replay a store without a held-out sample; of a file, where it holds no results.
 
     template_args: what this line passes to the chat template.
     """
+    if Path(drafter).is_file():
+        try:
+            read_results(Path(drafter))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return
     try:
         directory = checkpoint_directory(Path(drafter))
         trained_on = remembered(directory)

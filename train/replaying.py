@@ -14,9 +14,6 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train.arms import (
-    LOOKUP,
-    TRAINED,
-    UNTRAINED,
     drafters,
     settings,
     tokens_by_domain,
@@ -27,6 +24,7 @@ from dflash_pipeline.train.loading import Checkpoint
 from dflash_pipeline.train.remembered import check_rendering, rendering
 from dflash_pipeline.train.replay import held_out, replayed, replayed_lookup
 from dflash_pipeline.train.report import Arm, Pace, Report, Scored, scored
+from dflash_pipeline.train.results import LOOKUP, TRAINED, UNTRAINED
 from dflash_pipeline.train.selection import none_held_out
 from dflash_pipeline.train.tally import Answer, Tally
 

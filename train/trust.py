@@ -16,9 +16,9 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.published import published, task_of
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.train.arms import TRAINED
 from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.report import RESERVED
+from dflash_pipeline.train.results import TRAINED
 
 # how far replay may be from decoding: the same cycles in fp32, in bf16 other roundings
 _FP32_SHARE, _BF16_SHARE = 0.005, 0.1
