@@ -20,7 +20,7 @@ Each step below is one float32 operation rounded to nearest even, never fused wi
 Decoding: y = q * scale, the same rotation times 2**-(log2(block) - log2(block) // 2), + centre,
 then the kept values. A record of zeros is the centre with zeros on the kept channels.
 
-Letters: O outputs of a weight, H hidden, N rows, R bytes of a row, k kept channels.
+Letters: H hidden, N rows, R bytes of a row, k kept channels.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def decode(rows: Bytes, calibration: Calibration) -> Float:
 
 
 def decode_rotated(rows: Bytes, calibration: Calibration) -> tuple[Float, Float]:
-    """The rotated inliers y float32 [..., H] and the kept values float32 [..., k], for `fold`."""
+    """The rotated inliers y float32 [..., H] and the kept values float32 [..., k]."""
     lead = rows.shape[:-1]
     rows_NR = np.ascontiguousarray(rows).reshape(-1, calibration.row_bytes)
     kept = calibration.kept_offset
@@ -223,19 +223,6 @@ def decode_rotated(rows: Bytes, calibration: Calibration) -> tuple[Float, Float]
         y_NH.reshape(*lead, calibration.hidden_size).astype(np.float32, copy=False),
         bf16_to_float32(kept_Nk).reshape(*lead, calibration.num_kept),
     )
-
-
-def fold(weight_OH: Float, calibration: Calibration) -> tuple[Float, Float, Float]:
-    """(W', K, b) with W @ decode(rows) = W' @ y + K @ kept + b for `decode_rotated`'s y and kept.
-
-    float32 [O, H], [O, k] and [O]. Worth it for a weight that is frozen; one that is trained
-    would meet its optimizer in another basis.
-    """
-    inlier_OH = np.where(calibration.inlier_H, weight_OH, np.float32(0)).astype(np.float32)
-    bias_O = inlier_OH @ bf16_to_float32(calibration.centre_H)
-    # the rotation is symmetric
-    _rotate(inlier_OH, calibration.block, calibration.decode_factor)
-    return inlier_OH, weight_OH[:, calibration.kept_k].astype(np.float32), bias_O
 
 
 def _rotate(values_NH: Float, block: int, factor: float) -> None:

@@ -72,7 +72,6 @@ def decode_kernel(
     centre_KH: tl.tensor,
     kept_Kk: tl.tensor,
     feature_NKH: tl.tensor,
-    kept_NKk: tl.tensor,
     num_layers: tl.tensor,
     H: tl.constexpr,
     P: tl.constexpr,
@@ -85,12 +84,8 @@ def decode_kernel(
     ROW_SCALE: tl.constexpr,
     KEPT: tl.constexpr,
     Z: tl.constexpr,
-    ROTATED: tl.constexpr,
 ) -> None:
-    """Read record `program_id(0)`; SCALES, ROW_SCALE and KEPT are byte offsets in it.
-
-    ROTATED: the rotated inliers go to `feature_NKH` and the kept values to `kept_NKk`.
-    """
+    """Read record `program_id(0)`; SCALES, ROW_SCALE and KEPT are byte offsets in it."""
     place = tl.program_id(0).to(tl.int64)
     layer = place % num_layers
     record = rows_NKZ + place * Z
@@ -118,17 +113,13 @@ def decode_kernel(
     high = tl.load(record + KEPT + 2 * kept + 1, mask=is_kept, other=0).to(tl.int32)
     kept_value = _float32(low | (high << 8))
     feature = feature_NKH + place * H
-    if ROTATED:
-        _store(feature + channel, y, channel < H)
-        _store(kept_NKk + place * NUM_KEPT + kept, kept_value, is_kept)
-    else:
-        is_channel = channel < H
-        centre = _float32(tl.load(centre_KH + layer * H + channel, mask=is_channel, other=0))
-        _store(feature + channel, _rotate(y, P, BLOCK) * FACTOR + centre, is_channel)
-        # the program's own stores, in this order: a mask in their place would split the wide ones
-        tl.debug_barrier()
-        kept_channel = tl.load(kept_Kk + layer * NUM_KEPT + kept, mask=is_kept, other=0)
-        _store(feature + kept_channel, kept_value, is_kept)
+    is_channel = channel < H
+    centre = _float32(tl.load(centre_KH + layer * H + channel, mask=is_channel, other=0))
+    _store(feature + channel, _rotate(y, P, BLOCK) * FACTOR + centre, is_channel)
+    # the program's own stores, in this order: a mask in their place would split the wide ones
+    tl.debug_barrier()
+    kept_channel = tl.load(kept_Kk + layer * NUM_KEPT + kept, mask=is_kept, other=0)
+    _store(feature + kept_channel, kept_value, is_kept)
 
 
 def launch_decode(
@@ -136,24 +127,20 @@ def launch_decode(
     centre_KH: torch.Tensor,
     kept_Kk: torch.Tensor,
     feature_NKH: torch.Tensor,
-    kept_NKk: torch.Tensor | None,
     calibration: Calibration,
 ) -> None:
-    """Start the kernel on the current stream; `kept_NKk` given: rotated. All are contiguous.
+    """Start the kernel on the current stream. All are contiguous.
 
     `calibration`: that of any layer, for the sizes that they share.
     """
     constants = decode_constants(calibration)
-    kept_out = feature_NKH if kept_NKk is None else kept_NKk
     decode_kernel[(rows_NKZ.shape[0] * rows_NKZ.shape[1],)](
         rows_NKZ,
         centre_KH.view(torch.int16),
         kept_Kk,
         _bits(feature_NKH),
-        _bits(kept_out),
         rows_NKZ.shape[1],
         **constants,
-        ROTATED=kept_NKk is not None,
         num_warps=num_warps(constants["P"]),
         enable_fp_fusion=False,
     )
@@ -165,7 +152,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def decode_constants(calibration: Calibration) -> dict[str, Any]:
-    """The kernel's compile-time arguments but ROTATED."""
+    """The kernel's compile-time arguments."""
     return {
         "H": calibration.hidden_size,
         "P": triton.next_power_of_2(calibration.hidden_size),

@@ -22,7 +22,7 @@ import torch
 
 from dflash_pipeline.capture.quantise import Quantiser
 from dflash_pipeline.store.calibration import calibrate
-from dflash_pipeline.store.quantise import MODES, decode, decode_rotated, encode
+from dflash_pipeline.store.quantise import MODES, decode, encode
 from dflash_pipeline.train.dequantise import Dequantiser
 
 PREFILL_TOKENS_PER_S = 36_000
@@ -66,17 +66,13 @@ def check(hidden_size: int, mode: str, dtype: torch.dtype, seed: int) -> int:
         assert np.array_equal(largest_NK[:, place].cpu().numpy(), bound_N)
     dequantiser = Dequantiser(calibrations, "cuda")
     feature_NKH = torch.full((512, 2, hidden_size), torch.nan, dtype=dtype, device="cuda")
-    rotated_NKH = torch.full_like(feature_NKH, torch.nan)
-    kept_NKk = torch.full((512, 2, 4), torch.nan, dtype=dtype, device="cuda")
     dequantiser.decode(rows_NKR, feature_NKH)
-    dequantiser.decode_rotated(rows_NKR, rotated_NKH, kept_NKk)
     for place, calibration in enumerate(calibrations):
         rows_NR = rows_NKR[:, place].cpu().numpy()
-        expected = (decode(rows_NR, calibration), *decode_rotated(rows_NR, calibration))
-        for found, truth in zip((feature_NKH, rotated_NKH, kept_NKk), expected, strict=True):
-            same = torch.equal(found[:, place].cpu(), torch.from_numpy(truth).to(dtype))
-            assert same, f"H {hidden_size} {mode} {dtype}: values differ from numpy's"
-    return rows_NKR.numel() + feature_NKH.numel() + rotated_NKH.numel() + kept_NKk.numel()
+        truth_NH = torch.from_numpy(decode(rows_NR, calibration)).to(dtype)
+        same = torch.equal(feature_NKH[:, place].cpu(), truth_NH)
+        assert same, f"H {hidden_size} {mode} {dtype}: values differ from numpy's"
+    return rows_NKR.numel() + feature_NKH.numel()
 
 
 def median_s(work: Callable[[], None]) -> float:
@@ -145,7 +141,7 @@ def pack_figure(hidden_KMH: list[torch.Tensor], bytes_per_s: float) -> dict[str,
 def mode_figures(
     mode: str, hidden_KMH: list[torch.Tensor], bytes_per_s: float
 ) -> list[dict[str, object]]:
-    """Encode, decode and the rotated form of decode."""
+    """Encode and decode."""
     num_tokens, hidden_size = hidden_KMH[0].shape
     num_layers = len(hidden_KMH)
     sample_NKH = np.stack([hidden_MH[:512].float().cpu().numpy() for hidden_MH in hidden_KMH], 1)
@@ -158,7 +154,6 @@ def mode_figures(
     rows_NKR = torch.empty(shape, dtype=torch.uint8, device="cuda")
     shape = (num_tokens, num_layers, hidden_size)
     feature_NKH = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-    kept_NKk = torch.empty(num_tokens, num_layers, 4, dtype=torch.bfloat16, device="cuda")
 
     def encode_all() -> None:
         for place, quantiser in enumerate(quantisers):
@@ -168,9 +163,6 @@ def mode_figures(
     def decode_all() -> None:
         dequantiser.decode(rows_NKR, feature_NKH)
 
-    def decode_rotated_all() -> None:
-        dequantiser.decode_rotated(rows_NKR, feature_NKH, kept_NKk)
-
     size_bytes = 2 * feature_NKH.numel() + rows_NKR.numel()
     prefill_s = num_tokens / PREFILL_TOKENS_PER_S
     step_s = num_tokens * STEP_S_PER_TOKEN
@@ -179,7 +171,6 @@ def mode_figures(
         for name, work, of_s in (
             ("encode", encode_all, prefill_s),
             ("decode", decode_all, step_s),
-            ("decode rotated", decode_rotated_all, step_s),
         )
     ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_pipeline.store import quantise
 from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
-from dflash_pipeline.store.quantise import Calibration, decode, decode_rotated, encode, fold
+from dflash_pipeline.store.quantise import Calibration, decode, decode_rotated, encode
 
 KEPT = np.array([3, 7, 50, 60], np.int32)
 
@@ -198,20 +198,6 @@ def test_any_bytes_decode_without_a_warning(mode):
     random = np.random.default_rng(0)
     damaged = random.integers(0, 256, (500, calibration.row_bytes), dtype=np.uint8)
     assert decode(damaged, calibration).shape == (500, 96)
-
-
-@pytest.mark.parametrize("hidden_size", [96, 576])
-@pytest.mark.parametrize("mode", quantise.MODES)
-def test_a_folded_weight_on_rotated_rows_equals_the_weight_on_decoded_rows(mode, hidden_size):
-    rows_NH = states(hidden_size)
-    calibration = make_calibration(mode, hidden_size, centre=np.median(rows_NH, axis=0))
-    record_NR = encode(rows_NH, calibration)
-    weight_OH = np.random.default_rng(1).standard_normal((8, hidden_size)).astype(np.float32)
-    rotated_OH, kept_Ok, bias_O = fold(weight_OH, calibration)
-    rotated_NH, kept_Nk = decode_rotated(record_NR, calibration)
-    found_NO = rotated_NH @ rotated_OH.T + kept_Nk @ kept_Ok.T + bias_O
-    expected_NO = decode(record_NR, calibration) @ weight_OH.T
-    np.testing.assert_allclose(found_NO, expected_NO, atol=1e-5 * np.abs(expected_NO).max())
 
 
 @pytest.mark.parametrize(

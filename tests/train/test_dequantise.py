@@ -17,7 +17,7 @@ import torch
 from dflash_pipeline.store import quantise
 from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.quantise import GROUP_SIZES, MODES, Calibration, decode, encode
-from dflash_pipeline.train.dequantise import Dequantiser, fold
+from dflash_pipeline.train.dequantise import Dequantiser
 
 SIZES = (96, 576, 4096)
 
@@ -49,33 +49,18 @@ def poisoned(*shape, dtype, device="cpu"):
 
 
 def compare(hidden_size, mode, dtype, seed, num_rows, device):
-    """Kernel against numpy on `device`, features and rotated form."""
+    """Kernel against numpy on `device`."""
     from dflash_pipeline.train.dequantise_kernel import launch_decode
 
     rows_NKZ, calibrations = stored(hidden_size, mode, num_rows, seed)
     truth, found = Dequantiser(calibrations, "cpu"), Dequantiser(calibrations, device)
     case = f"H {hidden_size} {mode} {dtype} seed {seed}"
-    for is_rotated in (False, True):
-        expected = poisoned(num_rows, 2, hidden_size, dtype=dtype)
-        expected_kept = poisoned(num_rows, 2, 4, dtype=dtype)
-        output = poisoned(num_rows, 2, hidden_size, dtype=dtype, device=device)
-        output_kept = poisoned(num_rows, 2, 4, dtype=dtype, device=device)
-        if is_rotated:
-            truth.decode_rotated(rows_NKZ, expected, expected_kept)
-        else:
-            truth.decode(rows_NKZ, expected)
-        launch_decode(
-            rows_NKZ.to(device),
-            found.centre_KH,
-            found.kept_Kk,
-            output,
-            output_kept if is_rotated else None,
-            calibrations[0],
-        )
-        assert not output.isnan().any(), case
-        assert torch.equal(output.cpu(), expected), case
-        if is_rotated:
-            assert torch.equal(output_kept.cpu(), expected_kept), case
+    expected = poisoned(num_rows, 2, hidden_size, dtype=dtype)
+    output = poisoned(num_rows, 2, hidden_size, dtype=dtype, device=device)
+    truth.decode(rows_NKZ, expected)
+    launch_decode(rows_NKZ.to(device), found.centre_KH, found.kept_Kk, output, calibrations[0])
+    assert not output.isnan().any(), case
+    assert torch.equal(output.cpu(), expected), case
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,25 +80,6 @@ def test_layers_of_one_array_must_be_stored_alike():
         Dequantiser([int8[0], int4[0]], "cpu")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_folded_head_on_rotated_rows_gives_the_logits_of_decoded_rows(mode):
-    rows_NKZ, calibrations = stored(96, mode, 9, 0)
-    weight_OH = torch.randn(11, 96, generator=torch.Generator().manual_seed(0))
-    rotated_OH, kept_Ok, bias_O = fold(weight_OH, calibrations[0])
-    expected = quantise.fold(weight_OH.numpy(), calibrations[0])
-    for found, truth in zip((rotated_OH, kept_Ok, bias_O), expected, strict=True):
-        torch.testing.assert_close(found, torch.from_numpy(truth))
-    dequantiser = Dequantiser(calibrations[:1], "cpu")
-    rotated_NKH, kept_NKk = poisoned(9, 1, 96, dtype=torch.float32), torch.empty(9, 1, 4)
-    feature_NKH = poisoned(9, 1, 96, dtype=torch.float32)
-    dequantiser.decode_rotated(rows_NKZ[:, :1], rotated_NKH, kept_NKk)
-    dequantiser.decode(rows_NKZ[:, :1], feature_NKH)
-    logits_NO = rotated_NKH[:, 0] @ rotated_OH.T + kept_NKk[:, 0] @ kept_Ok.T + bias_O
-    expected_NO = feature_NKH[:, 0] @ weight_OH.T
-    scale = expected_NO.abs().max().item()
-    torch.testing.assert_close(logits_NO, expected_NO, atol=1e-5 * scale, rtol=0)
-
-
 def test_the_kernel_gives_the_values_of_numpy_in_the_interpreter():
     pytest.importorskip("triton", reason="triton has no build for this platform")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -121,22 +87,21 @@ def test_the_kernel_gives_the_values_of_numpy_in_the_interpreter():
 
 
 @pytest.mark.parametrize(
-    ("mode", "hidden_size", "bits", "rotated"),
-    [("int8", 576, 32, False), ("int4", 4096, 16, False), ("int4", 576, 16, True)],
+    ("mode", "hidden_size", "bits"),
+    [("int8", 576, 32), ("int4", 4096, 16), ("int4", 576, 16)],
 )
 def test_the_kernel_compiles_for_hopper_without_fused_arithmetic(
-    mode, hidden_size, bits, rotated, ptx_for_hopper
+    mode, hidden_size, bits, ptx_for_hopper
 ):
     from dflash_pipeline.train import dequantise_kernel
 
     _, calibrations = stored(hidden_size, mode, 3, 0)
-    constants = dequantise_kernel.decode_constants(calibrations[0]) | {"ROTATED": rotated}
+    constants = dequantise_kernel.decode_constants(calibrations[0])
     kinds = {
         "rows_NKZ": "*u8",
         "centre_KH": "*i16",
         "kept_Kk": "*i32",
         "feature_NKH": "*i16" if bits == 16 else "*fp32",
-        "kept_NKk": "*i16" if bits == 16 else "*fp32",
         "num_layers": "i32",
     }
     code = ptx_for_hopper(
