@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dflash_pipeline.configs.errors import first_line
 from dflash_pipeline.configs.place import Place
+from dflash_pipeline.train.facts import ANSWER_S, Facts
 
 # torch exports its key-value stores without types
 _kv: Any = dist
@@ -67,16 +68,17 @@ class Group:
         self._waits_since: float | None = None
         self._beat_time = time.time()
         self._told_at = -_BEAT_EVERY_S
-        self._facts: Any = None
+        self._facts: Facts | None = None
         if place.world == 1:
             return
         limit = timedelta(seconds=timeout_s + (_MARGIN_S if place.kind == "cuda" else 0))
-        self._facts = _facts(place, timedelta(seconds=timeout_s))
+        served = _served(place, timedelta(seconds=timeout_s))
+        self._facts = Facts(served, min(timeout_s, ANSWER_S))
         device = torch.device(place.device) if place.kind == "cuda" else None
         try:
             dist.init_process_group(
                 "nccl" if place.kind == "cuda" else "gloo",
-                store=_kv.PrefixStore("group", self._facts),
+                store=_kv.PrefixStore("group", served),
                 rank=place.rank,
                 world_size=place.world,
                 timeout=limit,
@@ -168,6 +170,8 @@ class Group:
 
     def behind(self) -> str:
         """Which ranks are behind this one, or gave no sign of life for longest."""
+        if not self._store_answers():
+            return "rank 0, which holds the key-value store of all, answers no longer"
         silent = []
         for rank in self._others():
             last = self._last_beat(rank)
@@ -207,23 +211,19 @@ class Group:
         return ", ".join(ended) or "another rank"
 
     def _store_answers(self) -> bool:
-        try:
-            self._facts.check([f"beat/{self.rank}"])
-        except (RuntimeError, dist.DistStoreError):
-            return False
-        return True
+        return self._facts is not None and self._facts.answers()
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world) if rank != self.rank]
 
     def _last_beat(self, rank: int) -> _Beat:
         try:
-            if self._facts is None or not self._facts.check([f"beat/{rank}"]):
-                return _NEVER
-            told: bytes = self._facts.get(f"beat/{rank}")
-        except (RuntimeError, dist.DistStoreError):
+            told = self._facts.find(f"beat/{rank}") if self._facts is not None else None
+        except RuntimeError:
             return _NEVER  # the store died with rank 0
-        step, beat_time, is_waiting, told_time = told.decode().split()
+        if told is None:
+            return _NEVER
+        step, beat_time, is_waiting, told_time = told.split()
         return _Beat(int(step), float(beat_time), is_waiting == "1", float(told_time))
 
     def tell(self, key: str, text: str) -> None:
@@ -233,10 +233,7 @@ class Group:
 
     def told(self, key: str) -> str | None:
         """A fact that a rank left, if it has."""
-        if self._facts is None or not self._facts.check([key]):
-            return None
-        fact: bytes = self._facts.get(key)
-        return fact.decode()
+        return self._facts.find(key) if self._facts is not None else None
 
     def agree(self, key: str, text: str) -> str:
         """Rank 0's text, on every rank; waits for it, at most `timeout_s`."""
@@ -247,13 +244,12 @@ class Group:
             return text
         try:
             with self._waiting():
-                decided: bytes = self._facts.get(key)
-        except (RuntimeError, dist.DistStoreError) as error:
+                return self._facts.wait(key, self._timeout_s)
+        except RuntimeError as error:
             raise ValueError(
                 f"rank {self.rank} waited {self._timeout_s:g} s for rank 0 to decide {key!r}: "
                 "see rank 0's log, or raise train.timeout_s"
             ) from error
-        return decided.decode()
 
     def close(self) -> None:
         """Leave the group. Again is harmless."""
@@ -261,7 +257,7 @@ class Group:
             dist.destroy_process_group()
 
 
-def _facts(place: Place, timeout: timedelta) -> Any:
+def _served(place: Place, timeout: timedelta) -> Any:
     """The key-value store of the launcher's rendezvous, or of torchrun's environment."""
     address = urlsplit(place.rendezvous)
     if address.scheme == "file":

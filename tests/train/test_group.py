@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +51,37 @@ def test_a_hung_rank_is_named_in_time(place: Place, tmp_path: Path) -> None:
             group.beat(42)
             with pytest.raises(ValueError, match=r"rank 1 \(last seen at step 41.*timeout_s"):
                 group.add_up(torch.ones(1))
+            group.close()
+        finally:
+            other.kill()
+
+
+# rank 0 holds the key-value store; it joins, does a step, and is stopped as a whole
+STOPPED = STUCK.replace("rank=1", "rank=0").replace(
+    "time.sleep(60)", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+)
+
+
+def test_a_store_that_stands_still_holds_up_nobody(place: Place) -> None:
+    """Its client would wait without end: for a beat of the other ranks, and to tell its own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        rendezvous = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    command = [sys.executable, "-c", STOPPED, rendezvous]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            group = Group(replace(place, rank=1, world=2, rendezvous=rendezvous), TIMEOUT_S)
+            os.waitpid(other.pid, os.WUNTRACED)
+            began = time.monotonic()
+            message = "rank 0, which holds the key-value store of all, answers no longer"
+            with pytest.raises(ValueError, match=message):
+                group.add_up(torch.ones(1))
+            with pytest.raises(ValueError, match="waited 4 s for rank 0 to decide 'it'"):
+                group.agree("it", "")
+            assert group.behind().startswith("rank 0")
+            assert time.monotonic() - began < 4 * TIMEOUT_S
             group.close()
         finally:
             other.kill()
