@@ -10,13 +10,14 @@ from pathlib import Path
 
 import click
 
-from dflash_pipeline.configs import counts, inputs, refusal, status
+from dflash_pipeline.configs import counts, inputs, numbers, refusal
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.inputs import need
 from dflash_pipeline.configs.launch import grouped
 from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.stage import ONE_CPU, run_stage, scratch_logs
+from dflash_pipeline.configs.status import Status
 
 _PLAN = "dflash_pipeline.capture.planning:main"
 
@@ -47,19 +48,19 @@ def capture(run: Run, store: str, devices: Devices, share: bool) -> int:
     """Plan and capture, and say what all workers together have done; the exit code."""
     per_target, logs = run.target.num_gpus, f"{store}.logs"
     told, planned = _told(run, devices, False), refusal.before(logs, "plan")
+    plans, workers = list[Status](), list[Status]()
     is_alone = told["num_workers"] == 1
     if is_alone:
         # the one process plans as well: how an earlier plan ended says nothing any longer
-        status.forget_ended(logs, "plan")
-    elif code := run_stage(_PLAN, run, ONE_CPU, "plan", logs, told):
+        numbers.forget_ended(logs, "plan")
+    elif code := run_stage(_PLAN, run, ONE_CPU, "plan", logs, told, ended=plans):
         return code
     click.echo(f"capture: {store} on {devices}")
     module, function = ("planning", "plan_and_capture") if is_alone else ("worker", "main")
     entry = f"dflash_pipeline.capture.{module}:{function}"
-    code = run_stage(entry, run, devices, "capture", logs, told, share, per_target)
+    code = run_stage(entry, run, devices, "capture", logs, told, share, per_target, workers)
     if code == 2:
-        planned.restore()
-    workers = [one for one in status.find_statuses(Path(store)) if one.stage == "capture"]
+        planned.restore(one.number for one in plans)
     for text in counts.closing_lines(workers, run.capture.price) if code == 0 else []:
         click.echo(text)
     return code

@@ -58,7 +58,7 @@ def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
     _log(f"{place.stage} rank {place.rank} of {place.world} on {place.device}: {entry}")
     state, error, code = "failed", "", 1
     try:
-        write_status(place.log_dir, new_status(place.stage, place.rank, place.device))
+        write_status(place.log_dir, new_status(place.stage, place.number, place.device))
         _load(entry)(run, place, extra)
         sys.stdout.flush()
         state, code = "done", 0
@@ -78,7 +78,7 @@ def call(entry: str, run: Run, place: Place, extra: dict[str, Any]) -> int:
             _report(error)
             with contextlib.suppress(OSError):
                 traceback.print_exc()
-    end_status(place.log_dir, place.stage, place.rank, state, error)
+    end_status(place.log_dir, place.stage, place.number, state, error)
     return code
 
 

@@ -103,10 +103,10 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 def closing_lines(statuses: Iterable[Status], price: float) -> list[str]:
     """How the workers of a capture did, and all of them; none where nothing was computed."""
-    found = {one.rank: of(one.counts) for one in statuses if one.counts}
+    found = {one.number: of(one.counts) for one in statuses if one.counts}
     if not found:
         return []
-    lines = [f"worker {rank}: {one.text()}" for rank, one in sorted(found.items())]
+    lines = [f"worker {number}: {one.text()}" for number, one in sorted(found.items())]
     together = total(found.values())
     lines = [*lines, f"together: {together.text()}"] if len(found) > 1 else [together.text()]
     return [*lines, together.cost_text(price)] if price else lines

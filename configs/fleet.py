@@ -22,7 +22,7 @@ from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import Beside, launch, noted_signals
 from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.configs.screen import duration
-from dflash_pipeline.configs.status import read_status, status_path
+from dflash_pipeline.configs.status import Status, read_status, status_path
 from dflash_pipeline.configs.sweep import Variant
 
 RESULT_FILE = "sweep.json"
@@ -149,9 +149,11 @@ def _run(entry: str, variant: Variant, device: Devices, resume: bool, beside: Be
     begin = time.monotonic()
     lines = _NamedLines(variant.name)
     lines.write(f"on {device} -> {out}\n")
-    code = launch(entry, variant.run, device, "train", logs, extra, lines, beside=beside)
-    status = read_status(status_path(logs, "train", 0))
-    error = (status.error if status else "") or f"exit code {code}"
+    ended = list[Status]()
+    code = launch(
+        entry, variant.run, device, "train", logs, extra, lines, beside=beside, ended=ended
+    )
+    error = next((one.error for one in ended if one.error), f"exit code {code}")
     state = "done" if code == 0 else "stopped" if code >= 128 else "failed"
     seconds = time.monotonic() - begin
     return _outcome(variant, state, str(device), seconds, error if state == "failed" else "")

@@ -16,20 +16,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from dflash_pipeline.configs import refusal
 from dflash_pipeline.configs.child import BROKEN_PIPE, GRACE_S
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices, device_name
 from dflash_pipeline.configs.load import to_dict
+from dflash_pipeline.configs.numbers import claimed, forget_ended
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.screen import Lines, Screen
-from dflash_pipeline.configs.status import forget_ended, log_path, new_status, write_status
+from dflash_pipeline.configs.status import (
+    Status,
+    log_path,
+    new_status,
+    read_status,
+    status_path,
+    write_status,
+)
 
 _CHILD = "from dflash_pipeline.configs.child import main; main()"
 
@@ -45,12 +53,14 @@ def launch(
     sees_gpus: bool = False,
     beside: Beside | None = None,
     per_process: int = 1,
+    ended: list[Status] | None = None,
 ) -> int:
     """Run `entry` ("module:function") once per device and wait.
 
     lines: where to show what they say; None: stdout. sees_gpus: a CPU process that itself runs
     commands on GPUs keeps them visible. beside: this is one of several launches in threads.
-    per_process: devices that each process sees; all are shared out, or UsageError.
+    per_process: devices that each process sees; all are shared out, or UsageError. ended: takes
+    the last status of each process, in the order of their ranks.
     Returns 0, 2 when a process refused its task, 1 when one failed, 128 + n after signal n; 141
     when nobody reads their output any longer. A refused task leaves no trace, but in a sweep.
     The function is called as `function(run, place, extra)`; `extra` is plain data.
@@ -59,33 +69,45 @@ def launch(
     screen = Screen(lines or sys.stdout, stage, len(groups))
     rendezvous = f"tcp://127.0.0.1:{_free_port()}"
     before = refusal.before(log_dir, stage)
-    Path(log_dir).mkdir(parents=True, exist_ok=True)
-    forget_ended(log_dir, stage)
-    for rank in range(len(groups)):
-        # a trainer that is started now must see that a capture is at work
-        write_status(log_dir, new_status(stage, rank, devices.kind))
-    children: list[_Child] = []
     own = noted_signals() if beside is None else contextlib.nullcontext(beside.signals)
     num_sharing = len(groups) * (1 if beside is None else beside.num_launches)
-    with own as signals, selectors.DefaultSelector() as selector:
-        try:
-            for rank, group in enumerate(groups):
-                place = place_of(
-                    devices.kind, len(groups), rank, stage, log_dir, rendezvous, num_sharing
-                )
-                children.append(_Child(entry, run, group, place, extra, sees_gpus))
-                selector.register(children[-1].progress, selectors.EVENT_READ, children[-1])
-            _watch(children, selector, screen, signals)
-        finally:
-            for child in children:
-                child.kill()
-            screen.close()
+    with claimed(log_dir, stage, len(groups)) as logs, own as signals:
+        forget_ended(log_dir, stage)
+        for number in logs:
+            # a trainer that is started now must see that a capture is at work
+            write_status(log_dir, new_status(stage, number, devices.kind))
+        places = [
+            place_of(
+                devices.kind, len(groups), rank, stage, log_dir, number, rendezvous, num_sharing
+            )
+            for rank, number in enumerate(logs)
+        ]
+        children: list[_Child] = []
+        with selectors.DefaultSelector() as selector:
+            try:
+                for group, place in zip(groups, places, strict=True):
+                    log = logs[place.number]
+                    children.append(_Child(entry, run, group, place, extra, sees_gpus, log))
+                    selector.register(children[-1].progress, selectors.EVENT_READ, children[-1])
+                _watch(children, selector, screen, signals)
+            finally:
+                for child in children:
+                    child.kill()
+                screen.close()
+        if ended is not None:
+            found = (read_status(status_path(log_dir, stage, number)) for number in logs)
+            ended += [status for status in found if status is not None]
+        code = _exit_code([child.code for child in children], signals)
+        # a sweep reads there why a variant was refused
+        if code == 2 and beside is None:
+            before.restore(logs)
+    return code
+
+
+def _exit_code(codes: Sequence[int], signals: Sequence[int]) -> int:
+    """Of all processes together, as `launch` returns it."""
     if signals:
         return 128 + signals[0]
-    codes = [child.code for child in children]
-    if 2 in codes and beside is None:
-        # a sweep reads there why a variant was refused
-        before.restore()
     if 2 in codes:
         return 2
     return BROKEN_PIPE if BROKEN_PIPE in codes else int(any(codes))
@@ -112,7 +134,14 @@ def grouped(devices: Devices, per_process: int) -> list[tuple[int, ...]]:
 
 
 def place_of(
-    kind: str, world: int, rank: int, stage: str, log_dir: str, rendezvous: str, num_sharing: int
+    kind: str,
+    world: int,
+    rank: int,
+    stage: str,
+    log_dir: str,
+    number: int,
+    rendezvous: str,
+    num_sharing: int,
 ) -> Place:
     """Where the process of this rank runs; its CPU threads: an even share of the machine's cores.
 
@@ -129,6 +158,7 @@ def place_of(
         kind=kind,
         log_dir=log_dir,
         stage=stage,
+        number=number,
         rendezvous=rendezvous,
         threads=threads,
     )
@@ -145,6 +175,7 @@ class _Child:
         place: Place,
         extra: Mapping[str, object],
         sees_gpus: bool,
+        log: BinaryIO,
     ) -> None:
         self.place = place
         self.error = ""
@@ -160,18 +191,16 @@ class _Child:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(device_name, ids))
         elif not sees_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        log = log_path(place.log_dir, place.stage, place.rank)
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                # -P: a folder of the working directory must not shadow a package
-                [sys.executable, "-P", "-c", _CHILD, f"{place.stage}-{place.rank}"],
-                stdin=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                pass_fds=(write_end,),
-                # a terminal's Ctrl-C goes to this process, which tells the children once
-                start_new_session=True,
-            )
+        self._process = subprocess.Popen(
+            # -P: a folder of the working directory must not shadow a package
+            [sys.executable, "-P", "-c", _CHILD, f"{place.stage}-{place.number}"],
+            stdin=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            pass_fds=(write_end,),
+            # a terminal's Ctrl-C goes to this process, which tells the children once
+            start_new_session=True,
+        )
         os.close(write_end)
         job = {
             "entry": entry,
@@ -275,7 +304,7 @@ def _explain(child: _Child, screen: Screen) -> None:
             text += ", as the kernel does when memory runs out"
     elif not text and child.code > 128:
         text = f"the process was told to stop by {signal.Signals(child.code - 128).name}"
-    log = log_path(place.log_dir, place.stage, place.rank)
+    log = log_path(place.log_dir, place.stage, place.number)
     who = f"rank {place.rank}, " if place.world > 1 else ""
     text = text or f"exit code {child.code}"
     screen.close()

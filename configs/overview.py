@@ -43,7 +43,7 @@ def lines(found: Found) -> list[str]:
         state = f"dead, was {one.state}" if is_lost else one.state
         age = duration(max(0.0, time.time() - one.time))
         name = f"{variant}/{one.stage}" if variant else one.stage
-        told.append(f"{name}-{one.rank}  {state}  {one.host}:{one.pid}  {age} ago")
+        told.append(f"{name}-{one.number}  {state}  {one.host}:{one.pid}  {age} ago")
         if one.unit:
             shown = progress_line(one.stage, {**asdict(one), "rate": one.rate})
             told.append(f"  {shown}")

@@ -21,6 +21,8 @@ class Place:
     """`cuda` or `cpu`."""
     log_dir: str
     stage: str
+    number: int
+    """Names its log and its status; the rank, unless another launch is at work in `log_dir`."""
     rendezvous: str
     """`init_method` of torch.distributed."""
     threads: int

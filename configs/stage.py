@@ -17,6 +17,7 @@ from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
+from dflash_pipeline.configs.status import Status
 
 ONE_CPU = Devices("cpu", (0,))
 
@@ -53,12 +54,13 @@ def run_stage(
     extra: Mapping[str, object],
     share: bool = True,
     per_process: int = 1,
+    ended: list[Status] | None = None,
 ) -> int:
     """`launch` on devices that nobody else may take meanwhile; its exit code."""
     if devices is ONE_CPU:
-        return launch(entry, run, devices, stage, logs, extra)
+        return launch(entry, run, devices, stage, logs, extra, ended=ended)
     with gpus.reserved(devices, stage, share):
-        return launch(entry, run, devices, stage, logs, extra, per_process=per_process)
+        return launch(entry, run, devices, stage, logs, extra, per_process=per_process, ended=ended)
 
 
 def look(

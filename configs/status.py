@@ -19,7 +19,8 @@ class Status:
     """What one process is doing. Times are seconds since 1970."""
 
     stage: str
-    rank: int
+    number: int
+    """Of no other living process of the stage in the same log directory."""
     pid: int = 0
     host: str = ""
     started_at: float = 0.0
@@ -76,21 +77,21 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def status_path(log_dir: str, stage: str, rank: int) -> Path:
+def status_path(log_dir: str, stage: str, number: int) -> Path:
     """The status file of one process."""
-    return Path(log_dir) / f"{stage}-{rank}.status.json"
+    return Path(log_dir) / f"{stage}-{number}.status.json"
 
 
-def log_path(log_dir: str, stage: str, rank: int) -> Path:
+def log_path(log_dir: str, stage: str, number: int) -> Path:
     """The log of one process."""
-    return Path(log_dir) / f"{stage}-{rank}.log"
+    return Path(log_dir) / f"{stage}-{number}.log"
 
 
-def new_status(stage: str, rank: int, device: str) -> Status:
+def new_status(stage: str, number: int, device: str) -> Status:
     """The status of this process before it has done anything."""
     return Status(
         stage=stage,
-        rank=rank,
+        number=number,
         pid=os.getpid(),
         host=socket.gethostname(),
         started_at=time.time() - process_age_s(),
@@ -102,7 +103,7 @@ def new_status(stage: str, rank: int, device: str) -> Status:
 def write_status(log_dir: str, status: Status) -> None:
     """Replace the file as a whole, so that a reader never sees half of one."""
     status.time = time.time()
-    path = status_path(log_dir, status.stage, status.rank)
+    path = status_path(log_dir, status.stage, status.number)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(f".{os.getpid()}.tmp")
     aside.write_text(json.dumps(asdict(status)))
@@ -115,18 +116,18 @@ def read_status(path: Path) -> Status | None:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(value, dict) or "stage" not in value or "rank" not in value:
+    if not isinstance(value, dict) or "stage" not in value or "number" not in value:
         return None
     names = {one.name for one in fields(Status)}
     return Status(**{name: item for name, item in value.items() if name in names})
 
 
-def end_status(log_dir: str, stage: str, rank: int, state: str, error: str) -> None:
+def end_status(log_dir: str, stage: str, number: int, state: str, error: str) -> None:
     """Write how this process ended; keeps what it had counted. A full disk must not hide why."""
-    path = status_path(log_dir, stage, rank)
+    path = status_path(log_dir, stage, number)
     status = read_status(path)
     if status is None or status.pid != os.getpid():
-        status = new_status(stage, rank, "")
+        status = new_status(stage, number, "")
     status.state, status.error = state, error
     with contextlib.suppress(OSError):
         write_status(log_dir, status)
@@ -145,7 +146,7 @@ def find_statuses(directory: Path) -> list[Status]:
         for path in sorted(place.glob("*.status.json"))
         if (status := read_status(path)) is not None
     ]
-    return sorted(found, key=lambda status: (status.stage, status.rank))
+    return sorted(found, key=lambda status: (status.stage, status.number))
 
 
 def find_runs(directory: Path) -> list[tuple[str, Status]]:
@@ -155,11 +156,3 @@ def find_runs(directory: Path) -> list[tuple[str, Status]]:
         return own
     variants = sorted(path for path in directory.iterdir() if (path / "logs").is_dir())
     return own + [(path.name, status) for path in variants for status in find_statuses(path)]
-
-
-def forget_ended(log_dir: str, stage: str) -> None:
-    """Remove what ended processes of a stage left; an earlier run may have had more of them."""
-    for path in Path(log_dir).glob(f"{stage}-*.status.json"):
-        status = read_status(path)
-        if status is None or not status.is_alive:
-            path.unlink(missing_ok=True)

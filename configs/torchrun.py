@@ -43,8 +43,8 @@ def run_rank(
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus.device_name(devices.ids[local_rank])
     # the other nodes have cores of their own
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    place = place_of(devices.kind, world, rank, stage, log_dir, "env://", num_here)
-    before = refusal.before(log_dir, stage, rank)
+    place = place_of(devices.kind, world, rank, stage, log_dir, rank, "env://", num_here)
+    before = refusal.before(log_dir, stage)
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     log = log_path(log_dir, stage, rank)
     sys.stderr.flush()
@@ -64,5 +64,5 @@ def run_rank(
         where = f"rank {rank}" if code == 2 else f"rank {rank}, log: {log}"
         sys.stderr.write(f"error: {error} ({where})\n")
     if code == 2:
-        before.restore()
+        before.restore([rank])
     return code

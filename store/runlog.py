@@ -33,7 +33,7 @@ class RunLog:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._lock = threading.Lock()
-        self._status = new_status(place.stage, place.rank, place.device)
+        self._status = new_status(place.stage, place.number, place.device)
         self._told_at = -PROGRESS_EVERY_S
         self._printed_at = -PLAIN_EVERY_S
         self._said = ""
@@ -51,7 +51,7 @@ class RunLog:
             self._status.text = self._said = text
             write_status(self._place.log_dir, self._status)
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            path = log_path(self._place.log_dir, self._place.stage, self._place.rank)
+            path = log_path(self._place.log_dir, self._place.stage, self._place.number)
             with path.open("a") as log:
                 log.write(f"{stamp} {text}\n")
             if self._pipe is None:
@@ -69,7 +69,7 @@ class RunLog:
     def note(self, text: str) -> None:
         """One line for the log file alone."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        path = log_path(self._place.log_dir, self._place.stage, self._place.rank)
+        path = log_path(self._place.log_dir, self._place.stage, self._place.number)
         with self._lock, path.open("a") as log:
             log.write(f"{stamp} {text}\n")
 
@@ -154,7 +154,7 @@ class RunLog:
     def fail(self, text: str) -> None:
         """What went wrong, where the process is about to be ended without an exception."""
         with self._lock:
-            path = log_path(self._place.log_dir, self._place.stage, self._place.rank)
+            path = log_path(self._place.log_dir, self._place.stage, self._place.number)
             with path.open("a") as log:
                 log.write(f"error: {text}\n")
             self._status.state, self._status.error = "failed", text

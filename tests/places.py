@@ -16,6 +16,7 @@ def cpu_place(log_dir: str | Path, stage: str, rank: int = 0, world: int = 1) ->
         kind="cpu",
         log_dir=str(log_dir),
         stage=stage,
+        number=rank,
         rendezvous="",
         threads=1,
     )

@@ -92,7 +92,7 @@ class Watchdog:
         place = self._place
         sys.stderr.flush()
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        log = log_path(place.log_dir, place.stage, place.rank)
+        log = log_path(place.log_dir, place.stage, place.number)
         behind = f" (the others: {self._group.behind()})" if self._group.world > 1 else ""
         self._log.fail(
             f"rank {place.rank} hangs: for {silent_s:.0f} s it has been in stage "

@@ -96,7 +96,7 @@ def pids(directory: Path, stage: str, rank: int | None) -> list[int]:
     return [
         one.pid
         for one in find_statuses(directory)
-        if one.stage == stage and rank in (None, one.rank) and one.is_alive
+        if one.stage == stage and rank in (None, one.number) and one.is_alive
     ]
 
 

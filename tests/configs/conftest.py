@@ -43,6 +43,15 @@ def wait(run, place, extra):
     Path(place.log_dir, f"waiting-{place.rank}").touch()
     time.sleep(60)
 
+def counts(run, place, extra):
+    from dflash_pipeline.configs.counts import Counts
+    log = RunLog(place)
+    log.say(f"said by {extra['who']}")
+    log.counted(1, 2, "samples", Counts(num_tokens=extra["tokens"], seconds=1.0))
+    Path(place.log_dir, f"{extra['who']}-{place.rank}.counted").touch()
+    while not Path(place.log_dir, f"{extra['who']}-{place.rank}.go").exists():
+        time.sleep(0.01)
+
 def refuse(run, place, extra):
     raise UsageError("no such model")
 

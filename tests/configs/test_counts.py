@@ -42,9 +42,9 @@ def test_the_total_weighs_each_worker_by_its_time_and_tokens() -> None:
 
 def test_the_end_names_each_worker_the_total_and_the_cost_of_the_held_devices() -> None:
     statuses = [
-        Status(stage="capture", rank=1, counts=asdict(SLOW)),
-        Status(stage="capture", rank=0, counts=asdict(FAST)),
-        Status(stage="capture", rank=2),
+        Status(stage="capture", number=1, counts=asdict(SLOW)),
+        Status(stage="capture", number=0, counts=asdict(FAST)),
+        Status(stage="capture", number=2),
     ]
     lines = closing_lines(statuses, price=36.0)
     assert [line.split(":")[0] for line in lines] == [

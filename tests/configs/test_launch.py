@@ -9,17 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dflash_pipeline.configs import launch as launcher
+from dflash_pipeline.configs.counts import closing_lines
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.configs.status import find_statuses, log_path, process_start
+from dflash_pipeline.configs.status import Status, find_statuses, log_path, process_start
 
 TWO = Devices("cpu", (0, 1))
 
@@ -94,7 +96,7 @@ def test_a_status_that_another_launch_removes_meanwhile_stops_nobody(
     (tmp_path / "train-7.status.json").symlink_to("gone")
     one = Devices("cpu", (0,))
     assert launch(f"{stages}:work", Run(), one, "train", str(tmp_path), {}) == 0
-    assert [one.rank for one in find_statuses(tmp_path)] == [0]
+    assert [one.number for one in find_statuses(tmp_path)] == [0]
 
 
 def test_a_stage_is_seen_at_work_before_its_process_has_said_so(
@@ -256,7 +258,66 @@ def test_a_run_with_fewer_processes_forgets_those_of_the_last_one(
 ) -> None:
     for devices in (Devices("cpu", (0, 1)), Devices("cpu", (0,))):
         assert launch(f"{stages}:work", Run(), devices, "train", str(tmp_path), {}) == 0
-    assert [one.rank for one in find_statuses(tmp_path)] == [0]
+    assert [one.number for one in find_statuses(tmp_path)] == [0]
+
+
+def test_launches_beside_one_another_are_told_apart(stages: str, tmp_path: Path) -> None:
+    """As two captures into one store: each log, status and closing line is of one process."""
+    one, logs = Devices("cpu", (0,)), str(tmp_path)
+    ended: dict[str, list[Status]] = {"first": [], "second": []}
+    codes: list[int] = []
+
+    def started(who: str, devices: Devices, tokens: int) -> threading.Thread:
+        def work() -> None:
+            extra = {"who": who, "tokens": tokens}
+            codes.append(
+                launch(f"{stages}:counts", Run(), devices, "capture", logs, extra, ended=ended[who])
+            )
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        _await(lambda: len(list(tmp_path.glob(f"{who}-*.counted"))) == len(devices.ids))
+        return thread
+
+    def let_go(who: str, rank: int) -> None:
+        (tmp_path / f"{who}-{rank}.go").touch()
+
+    def found() -> dict[int, str]:
+        return {one.number: one.state for one in find_statuses(tmp_path)}
+
+    first = started("first", TWO, 1000)
+    let_go("first", 0)
+    _await(lambda: found() == {0: "done", 1: "running"})
+    # neither the number of what has ended in a launch that goes on, nor what it has done
+    second = started("second", one, 7)
+    assert found() == {0: "done", 1: "running", 2: "running"}
+    assert launch(f"{stages}:refuse", Run(), one, "capture", logs, {}) == 2
+    assert found() == {0: "done", 1: "running", 2: "running"}
+    let_go("first", 1)
+    let_go("second", 0)
+    first.join()
+    second.join()
+    assert codes == [0, 0]
+    lines = closing_lines(ended["first"], price=0.0)
+    assert [text.partition(" tokens")[0] for text in lines] == [
+        "worker 0: 1,000",
+        "worker 1: 1,000",
+        "together: 2,000",
+    ]
+    assert closing_lines(ended["second"], price=0.0)[0].startswith("7 tokens")
+    for number, who in enumerate(("first", "first", "second")):
+        log = log_path(logs, "capture", number).read_text()
+        assert [text for text in ended if f"said by {text}" in log] == [who]
+    # both are over: the next one begins anew
+    assert launch(f"{stages}:work", Run(), one, "capture", logs, {}) == 0
+    assert found() == {0: "done"}
+
+
+def _await(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_the_devices_of_a_process_follow_each_other() -> None:

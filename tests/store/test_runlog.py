@@ -23,6 +23,7 @@ def place(tmp_path: Path) -> Place:
         kind="cpu",
         log_dir=str(tmp_path / "logs"),
         stage="train",
+        number=1,
         rendezvous="env://",
         threads=1,
     )
@@ -53,7 +54,7 @@ def test_what_every_process_would_say_is_said_by_the_first(
 ) -> None:
     monkeypatch.delenv("DFLASH_PROGRESS_FD", raising=False)
     for rank in (1, 0):
-        RunLog(replace(place, rank=rank)).say_once("following store x")
+        RunLog(replace(place, rank=rank, number=rank)).say_once("following store x")
         assert "following store x" in Path(place.log_dir, f"train-{rank}.log").read_text()
     assert capsys.readouterr().out == "[0] following store x\n"
 
@@ -85,7 +86,7 @@ def test_the_status_file_follows(place: Place, monkeypatch: pytest.MonkeyPatch) 
     assert find_statuses(logs)[0].state == "waiting"
     log.progress(2, 8, "steps")
     (status,) = find_statuses(logs)
-    assert (status.state, status.done, status.total, status.rank) == ("running", 2, 8, 1)
+    assert (status.state, status.done, status.total, status.number) == ("running", 2, 8, 1)
     log = RunLog(place)
     log.say("planned")
     log.waiting("for room")

@@ -22,7 +22,7 @@ import sys, time
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.train.group import Group
 place = Place(rank=1, world=2, device="cpu", kind="cpu", log_dir="", stage="train",
-              rendezvous=sys.argv[1], threads=1)
+              number=1, rendezvous=sys.argv[1], threads=1)
 print("ready", flush=True)
 Group(place, 60.0).beat(41)
 time.sleep(60)
