@@ -578,6 +578,7 @@ def _look_at_evaluation(run: Run, drafters: Sequence[str]) -> None:
         data.check_rows(run.eval.prompts, 0, run.data.max_bad_share, click.echo)
     for drafter in drafters:
         glance.check_drafter(run, drafter, arguments.template_arguments_text(run.target))
+    glance.check_pair(run, drafters)
 
 
 def _fail(text: str, code: int) -> NoReturn:

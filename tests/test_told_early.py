@@ -59,6 +59,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     Path("a.jsonl").write_text(json.dumps(ROW) + "\n")
     Path("a.json").write_text('{"per_prompt": {"trained": []}, "settings": {}}')
+    other = {"per_prompt": {"trained": []}, "settings": {"max_new_tokens": 48}, "mode": "replay"}
+    Path("b.json").write_text(json.dumps(other))
     Path("bad.jsonl").write_text("no json\n" + json.dumps(ROW) + "\n")
     _recorded(dict(to_dict(load("", ["target.id=toy", "data.max_len=200"], {}))))
     shutil.copytree("made", "trained", symlinks=True)
@@ -156,6 +158,11 @@ def _typed(line: str) -> tuple[str, str]:
             f"eval {TARGET} --compare drafter a.jsonl --prompts a.jsonl",
             2,
             "a.jsonl is no result of an evaluation with per-prompt counts",
+        ),
+        (
+            f"eval {TARGET} --compare b.json forgetful --prompts a.jsonl",
+            2,
+            "b.json was measured with max_new_tokens 48, here 256; mode 'replay', here 'decode'",
         ),
         (
             "eval --gpus cpu --drafter drafter --store made",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.loading import Checkpoint
 from dflash_pipeline.train.report import Scored
@@ -32,9 +30,3 @@ def tokens_by_domain(prompts: Sequence[Scored]) -> dict[str, int]:
     for one in prompts:
         tokens[one.domain] += one.num_tokens
     return tokens
-
-
-def settings(run: Run) -> dict[str, Any]:
-    """What two evaluations must share to be compared."""
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "as_stored")
-    return {name: getattr(run.eval, name) for name in names}

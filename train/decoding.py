@@ -23,7 +23,6 @@ from dflash_pipeline.store import open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train.arms import (
     drafters,
-    settings,
     tokens_by_domain,
 )
 from dflash_pipeline.train.decode import (
@@ -43,7 +42,7 @@ from dflash_pipeline.train.loading import Checkpoint
 from dflash_pipeline.train.preflight import twin_shape
 from dflash_pipeline.train.remembered import check_rendering
 from dflash_pipeline.train.report import Arm, Mismatch, Pace, Report, Scored, scored
-from dflash_pipeline.train.results import LOOKUP, PLAIN, TRAINED, UNTRAINED
+from dflash_pipeline.train.results import DECODE, LOOKUP, PLAIN, TRAINED, UNTRAINED, settings
 from dflash_pipeline.train.sampling import Draws, Sampling
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.tally import Answer, Tally
@@ -132,7 +131,7 @@ def _decoded(
         else:
             arms[name] = Arm(prompts=prompts, pace=pace)
     return Report(
-        mode="decode",
+        mode=DECODE,
         settings=settings(run) | {"rendering": dict(opened.rendering)},
         arms=arms,
         plain=plain_pace,

@@ -23,7 +23,7 @@ from dflash_pipeline.train.remembered import (
     remembered,
     rendering,
 )
-from dflash_pipeline.train.results import read_results
+from dflash_pipeline.train.results import check_comparable, read_results
 from dflash_pipeline.train.selection import kept_samples, none_held_out
 
 
@@ -62,10 +62,7 @@ def check_drafter(run: Run, drafter: str, template_args: str) -> None:
     template_args: what this line passes to the chat template.
     """
     if Path(drafter).is_file():
-        try:
-            read_results(Path(drafter))
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        _check_results(run, Path(drafter), is_measured_here=False)
         return
     try:
         directory = checkpoint_directory(Path(drafter))
@@ -79,6 +76,23 @@ def check_drafter(run: Run, drafter: str, template_args: str) -> None:
         check_rendering(directory, trained_on, rendering(store.spec), f"store {run.store.path}")
         if not glance.has_held_out(store):
             raise UsageError(none_held_out(store))
+
+
+def check_pair(run: Run, pair: Sequence[str]) -> None:
+    """UsageError where one of the two is a file of results, and what this line would measure of the
+    other cannot be compared with it."""
+    files = [Path(one) for one in pair if Path(one).is_file()]
+    if len(files) == 1:
+        _check_results(run, files[0], is_measured_here=True)
+
+
+def _check_results(run: Run, path: Path, is_measured_here: bool) -> None:
+    try:
+        found = read_results(path)
+        if is_measured_here:
+            check_comparable(run, path, found)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _paths(run: Run) -> list[str]:

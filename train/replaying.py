@@ -15,7 +15,6 @@ from dflash_pipeline.store import open_store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train.arms import (
     drafters,
-    settings,
     tokens_by_domain,
 )
 from dflash_pipeline.train.fits import check_fits, check_layers, say_if_foreign
@@ -24,7 +23,7 @@ from dflash_pipeline.train.loading import Checkpoint
 from dflash_pipeline.train.remembered import check_rendering, rendering
 from dflash_pipeline.train.replay import held_out, replayed, replayed_lookup
 from dflash_pipeline.train.report import Arm, Pace, Report, Scored, scored
-from dflash_pipeline.train.results import LOOKUP, TRAINED, UNTRAINED
+from dflash_pipeline.train.results import LOOKUP, REPLAY, TRAINED, UNTRAINED, settings
 from dflash_pipeline.train.selection import none_held_out
 from dflash_pipeline.train.tally import Answer, Tally
 
@@ -79,7 +78,7 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
             prompts=prompts, pace=Pace(tokens=tokens_by_domain(prompts), seconds=seconds)
         )
     return Report(
-        mode="replay",
+        mode=REPLAY,
         settings=settings(run) | {"rendering": rendering(spec)},
         arms=arms,
         plain=None,
