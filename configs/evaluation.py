@@ -44,14 +44,15 @@ def measure(run: Run, gpus: str, share: bool) -> int:
     """One drafter, by decoding or by replay; the exit code."""
     check(run)
     with logs_near(Path(run.eval.drafter)) as logs:
-        return _decode_and_score(run, gpus, share, logs)
+        return _decode_and_score(run, gpus, share, logs, passing=False)
 
 
-def _decode_and_score(run: Run, gpus: str, share: bool, logs: str) -> int:
+def _decode_and_score(run: Run, gpus: str, share: bool, logs: str, passing: bool) -> int:
     # a replay needs no target
     count = run.target.num_gpus if run.eval.prompts else 1
     devices = one_device(gpus, share, count)
-    return run_stage(DECODE_AND_SCORE, run, devices, "eval", logs, {}, share, count)
+    extra = {"passing": passing}
+    return run_stage(DECODE_AND_SCORE, run, devices, "eval", logs, extra, share, count)
 
 
 def ask_server(run: Run) -> int:
@@ -78,7 +79,7 @@ def compare(run: Run, pair: tuple[str, str], gpus: str, share: bool) -> int:
             todo[number] = replace(run, eval=changed)
             check(todo[number])
         for one_run in todo.values():
-            if code := _decode_and_score(one_run, gpus, share, logs):
+            if code := _decode_and_score(one_run, gpus, share, logs, passing=True):
                 return code
         extra = {"files": files, "names": list(pair)}
         return run_stage("dflash_pipeline.train.compare:main", run, ONE_CPU, "compare", logs, extra)
@@ -102,9 +103,15 @@ def check_path(run: Run, gpus: str, share: bool) -> int:
         if code := run_stage(entry, run, ONE_CPU, "check", logs, told):
             return code
         drafter = json.loads(described.read_text(encoding="utf-8"))
-        capturing = {"kind": devices.kind, "num_workers": 1, "only_count": False}
+        # what any of its stages is told beside the run
+        told_all = {
+            "kind": devices.kind,
+            "num_workers": 1,
+            "only_count": False,
+            "passing": True,
+        }
         for entry, changed in trial(run, folder, drafter):
-            if code := run_stage(entry, changed, devices, "check", logs, capturing, share, count):
+            if code := run_stage(entry, changed, devices, "check", logs, told_all, share, count):
                 return code
         extra = {name: f"{folder}/{name}.json" for name in ("replayed", "decoded")}
         extra["block_size"] = drafter["block_size"]

@@ -342,13 +342,13 @@ def test_without_prompts_held_out_samples_are_replayed(
     for arm in results["arms"].values():
         assert (arm["code"]["prompts"], arm["math"]["prompts"]) == (1, 2)
         assert arm["all"]["kept"] == 3 * 12
-    assert "replayed 3 held-out samples" in capsys.readouterr().out
-    evaluate.main(
-        dataclasses.replace(run, eval=dataclasses.replace(run.eval, limit=1)),
-        place,
-        {},
-        lambda *_: None,
-    )
+    said = capsys.readouterr().out
+    assert "replayed 3 held-out samples" in said
+    assert f"results are in {run.eval.json}" in said
+    # a file that is gone at the end of the line is not named
+    one_each = dataclasses.replace(run, eval=dataclasses.replace(run.eval, limit=1))
+    evaluate.main(one_each, place, {"passing": True}, lambda *_: None)
+    assert "results are in" not in capsys.readouterr().out
     assert found(checkpoint)["num_prompts"] == 2
 
 
