@@ -38,6 +38,7 @@ from dflash_pipeline.configs.load import load, to_toml
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import (
     DATA,
+    PLACED,
     STORE_ARGUMENT,
     TEMPLATE,
     Commands,
@@ -49,6 +50,7 @@ from dflash_pipeline.configs.options import (
     option,
     options,
     placed,
+    refuse_unheeded,
     resolve,
     sets,
     sets_of,
@@ -120,6 +122,9 @@ def generate(context: click.Context, gpus: str, share_gpu: bool) -> int:
 
     run = resolve(context)
     out = answering.check(run)
+    if run.generate.endpoints:
+        why = "servers (--endpoint, generate.endpoints) answer, nothing is computed here"
+        refuse_unheeded(context, PLACED, f"{why}: leave it out")
     glance.check_data(run, click.echo)
     glance.check_generate(run)
     code = answering.answer(run, gpus, share_gpu)
@@ -330,6 +335,7 @@ def evaluate(
             "--check tries the whole path here, with one drafter: leave --compare and --endpoint "
             "(eval.endpoint) out"
         )
+    evaluation.check_heeded(context, run, compare, check)
     _look_at_evaluation(run, compare or (run.eval.drafter,))
     if compare:
         return evaluation.compare(run, compare, gpus, share_gpu)
@@ -389,6 +395,8 @@ def export(context: click.Context, checkpoint: str, out: str, layout: str) -> in
 def inspect(path: str, sample: str, follow: bool, as_json: bool) -> int:
     """Describe a store; never fails on its data."""
     inputs.check_store(path)
+    if follow and sample:
+        raise UsageError("--sample shows a sample, --follow the whole store: one at a time")
     entry, extra = "dflash_pipeline.store.watch:main", dict[str, object](path=path, json=as_json)
     if not follow:
         entry, extra = "dflash_pipeline.store.describe:main", extra | {"sample": sample}
@@ -446,6 +454,8 @@ def verify(
         entry, extra = "dflash_pipeline.capture.recheck:main", extra | {"sample": sample}
         devices = one_device(gpus, share_gpu, run.target.num_gpus)
     else:
+        why = "nothing is computed without --sample N: give it as well, or leave this out"
+        refuse_unheeded(context, ("--target", *PLACED), why)
         extra |= {"deep": deep}
     if repair:
         entry = "dflash_pipeline.store.repair:main"

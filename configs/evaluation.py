@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.inputs import need
+from dflash_pipeline.configs.options import PLACED, TEMPLATE, refuse_unheeded
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.configs.stage import ONE_CPU, logs_near, one_device, run_stage, scratch_logs
@@ -22,6 +25,43 @@ from dflash_pipeline.configs.stage import ONE_CPU, logs_near, one_device, run_st
 DECODE_AND_SCORE = "dflash_pipeline.cli:decode_and_score"
 # of a check where --limit does not say
 CHECK_PROMPTS = 300
+_RENDERING = ("--max-len", "--overlong", *(flag for flag, _ in TEMPLATE))
+
+
+def check_heeded(
+    context: click.Context, run: Run, compared: tuple[str, str] | None, check_path: bool
+) -> None:
+    """UsageError where the line gives options that its way of evaluating would leave aside."""
+    replayed = ("--as-stored", "--batch-size", "--gpus-per-target", *_RENDERING, "--target")
+    if compared:
+        why = "--compare measures both drafters alike and draws nothing: leave it out"
+        refuse_unheeded(context, ("--drafter", "--endpoint", "--plot"), why)
+        if all(Path(one).is_file() for one in compared):
+            measured = ("--prompts", "--store", "--limit", "--max-new-tokens", "--temperature")
+            why = "--compare of two files measures nothing: leave it out, or name drafters"
+            refuse_unheeded(context, (*measured, *replayed, *PLACED), why)
+            return
+    elif check_path:
+        why = "--check makes a store of its own, replays and decodes it greedily: leave it out"
+        refuse_unheeded(context, ("--store", "--as-stored", "--temperature", "--plot"), why)
+        return
+    elif run.eval.endpoint:
+        why = (
+            "the server (--endpoint, eval.endpoint) runs target and drafter, nothing is computed "
+            "here: leave it out"
+        )
+        flags = ("--store", "--as-stored", "--batch-size", "--max-len", "--overlong", "--plot")
+        refuse_unheeded(context, (*flags, *PLACED), why)
+        return
+    if not run.eval.prompts:
+        why = "a replay takes samples and target from the store: leave it out, or give --prompts"
+        refuse_unheeded(context, replayed, why)
+    elif not run.eval.as_stored:
+        why = (
+            "prompts (--prompts, eval.prompts) are decoded without a store: give --as-stored to "
+            "round as it does, or --set eval.prompts=[] to replay it"
+        )
+        refuse_unheeded(context, ("--store",), why)
 
 
 def check(run: Run) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from dflash_pipeline.configs.docs import field_docs
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import load, preset_names
 from dflash_pipeline.configs.schema import Run
 
@@ -96,6 +98,21 @@ def given(context: click.Context) -> dict[str, object]:
 def give(context: click.Context, key: str, value: object) -> None:
     """As if an option of the line had set the schema's field `key`."""
     context.meta.setdefault(_GIVEN, {})[key] = value
+
+
+def refuse_unheeded(context: click.Context, flags: Sequence[str], why: str) -> None:
+    """UsageError where the line gives options that would change nothing.
+
+    why: what would leave them aside, and what to do, after their names.
+    """
+    typed = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.opts[0] in flags
+        and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+    ]
+    if typed:
+        raise UsageError(f"{', '.join(typed)}: {why}")
 
 
 def config_of(context: click.Context) -> str:
@@ -255,6 +272,7 @@ STORE_ARGUMENT = argument(
     "The directory of a store; of one over several mounts its own, which holds all but the rows, "
     "or all of them separated by commas.",
 )
+PLACED = ("--gpus", "--share-gpu", "--gpus-per-target")
 DATA = (
     ("--data", "data.files"),
     ("--max-len", "data.max_len"),

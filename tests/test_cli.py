@@ -264,7 +264,9 @@ def test_flags_turn_fields_on_and_off(type_line: Callable[..., Ended]) -> None:
     assert type_line("dflash train --gpus cpu").calls[0]["run"]["train"]["follow"] is True
     run = type_line("dflash train --gpus cpu --no-follow --out a").calls[0]["run"]
     assert run["train"]["follow"] is False
-    run = type_line("dflash eval --gpus cpu --drafter x --as-stored").calls[0]["run"]
+    run = type_line(
+        "dflash eval --gpus cpu --drafter x --prompts b.jsonl --as-stored --store hs"
+    ).calls[0]["run"]
     assert run["eval"]["as_stored"] is True
 
 
@@ -294,7 +296,8 @@ def test_eval_asks_a_server_without_a_drafter(type_line: Callable[..., Ended]) -
 
 
 def test_eval_compares_results_and_drafters(type_line: Callable[..., Ended]) -> None:
-    Path("r.json").write_text('{"per_prompt": {"trained": []}, "settings": {}}')
+    results = '{"per_prompt": {"trained": []}, "settings": {}, "mode": "decode"}'
+    Path("r.json").write_text(results)
     first, second = type_line(
         "dflash eval --gpus cpu --compare x r.json --target toy --prompts b.jsonl --json out.json"
     ).calls
@@ -310,6 +313,66 @@ def test_eval_compares_results_and_drafters(type_line: Callable[..., Ended]) -> 
     ended = type_line("dflash eval --gpus cpu --compare x no --store hs")
     assert ended.code == 2
     assert ended.calls == []
+
+
+EVAL = "dflash eval --drafter x"
+DECODING = f"{EVAL} --target toy --prompts b.jsonl"
+SERVER = "dflash eval --prompts b.jsonl --endpoint http://h/v1"
+ANSWERS = "dflash generate --data a.jsonl --out o --endpoint http://h/v1"
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "why"),
+    [
+        (
+            "dflash verify hs",
+            "--target toy, --gpus cpu, --share-gpu, --gpus-per-target 2",
+            "nothing is computed without --sample N",
+        ),
+        ("dflash verify hs --deep", "--gpus cpu", "nothing is computed without --sample N"),
+        ("dflash inspect hs --follow", "--sample 3", "--follow the whole store: one at a time"),
+        (ANSWERS, "--gpus cpu, --share-gpu, --gpus-per-target 2", "servers (--endpoint"),
+        (
+            f"{EVAL} --store hs",
+            "--target toy, --batch-size 2, --as-stored, --max-len 9, --overlong drop, "
+            "--thinking on, --template-arg a=1, --system-prompt S, --gpus-per-target 2",
+            "a replay takes samples and target from the store",
+        ),
+        (DECODING, "--store hs", "prompts (--prompts, eval.prompts) are decoded without a store"),
+        (
+            SERVER,
+            "--store hs, --as-stored, --batch-size 2, --max-len 9, --overlong drop, --plot p.png, "
+            "--gpus cpu, --share-gpu, --gpus-per-target 2",
+            "the server (--endpoint, eval.endpoint) runs target and drafter",
+        ),
+        (
+            f"{DECODING} --check",
+            "--store hs, --as-stored, --temperature 0, --plot p.png",
+            "--check makes a store of its own",
+        ),
+        (
+            "dflash eval --target toy --prompts b.jsonl --compare x x",
+            "--drafter x, --endpoint http://h/v1, --plot p.png",
+            "--compare measures both drafters alike",
+        ),
+        (
+            "dflash eval --compare r.json r.json",
+            "--prompts b.jsonl, --store hs, --limit 3, --max-new-tokens 9, --temperature 1, "
+            "--batch-size 2, --gpus cpu",
+            "--compare of two files measures nothing",
+        ),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    line: str, options: str, why: str, type_line: Callable[..., Ended]
+) -> None:
+    Path("r.json").write_text('{"per_prompt": {"trained": []}, "settings": {}}')
+    assert type_line(line).code != 2
+    for option in options.split(", "):
+        ended = type_line(f"{line} {option}")
+        assert (ended.code, ended.calls) == (2, []), option
+        assert option.partition(" ")[0] in ended.err
+        assert why in ended.err
 
 
 def test_export_demo_inspect_and_verify_pass_what_was_asked(
