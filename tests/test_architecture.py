@@ -6,12 +6,14 @@ import ast
 import re
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from dflash_pipeline.configs.docs import field_docs
 from dflash_pipeline.configs.load import load, preset_names
+from dflash_pipeline.configs.schema import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("configs", "store", "capture", "train")
@@ -22,6 +24,8 @@ ALLOWED = {
     "capture": {"configs", "store", "capture"},
     "train": {"configs", "store", "train"},
 }
+SECTIONS = {type(getattr(Run(), one.name)).__name__: one.name for one in fields(Run)}
+"""Class -> section of the schema."""
 HEAVY = {"torch", "transformers", "triton", "safetensors"}
 
 
@@ -106,16 +110,95 @@ def test_every_field_of_the_schema_is_documented() -> None:
         assert doc.text.endswith("."), f"{key} has no sentence under it"
 
 
+def _annotated(annotation: ast.expr | None) -> str:
+    """The section whose class an annotation names, alone or as `LossConfig | None`."""
+    nodes = ast.walk(annotation) if annotation is not None else ()
+    found = {SECTIONS.get(node.id, "") for node in nodes if isinstance(node, ast.Name)} - {""}
+    return found.pop() if len(found) == 1 else ""
+
+
+class _Reads(ast.NodeVisitor):
+    """The `section.field` that a module reads: off `run.section`, off a parameter that is annotated
+    with the section's class, or off a name or an attribute that one of these was assigned to."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        self._names: dict[str, str] = {}
+
+    def _section(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Attribute) and node.attr in SECTIONS.values():
+            return node.attr
+        return self._names.get(ast.unparse(node), "")
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        before = dict(self._names)
+        for one in ast.walk(node):
+            # what its first method stores others read
+            if isinstance(one, ast.FunctionDef) and one.name == "__init__":
+                self.visit(one)
+            elif isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+                self._names[f"self.{one.target.id}"] = _annotated(one.annotation)
+        self.generic_visit(node)
+        self._names = before
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        before = dict(self._names)
+        for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            self._names[one.arg] = _annotated(one.annotation)
+        self.generic_visit(node)
+        kept = {key: value for key, value in self._names.items() if key.startswith("self.")}
+        self._names = before | kept
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=False))
+            for name, value in pairs:
+                self._names[ast.unparse(name)] = self._section(value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        self._names[ast.unparse(node.target)] = _annotated(node.annotation)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if section := self._section(node.value):
+            self.found.add(f"{section}.{node.attr}")
+        self.generic_visit(node)
+
+
+def _reads(text: str) -> set[str]:
+    reads = _Reads()
+    reads.visit(ast.parse(text))
+    return reads.found
+
+
+def test_a_read_is_of_the_section_that_it_is_read_off() -> None:
+    text = """
+class Clip:
+    limits: LossConfig | None
+    def __init__(self, config: OptimConfig, run: Run):
+        self._config, self.seed = config, run.data.seed
+    def __call__(self, model, feed: FeedConfig):
+        train = self.run.train
+        eval: EvalConfig = self.chosen
+        return self._config.clip, model.compile, feed.depth, train.seed, self.limits.ce, eval.top_k
+def other(config: dict, feed):
+    return config.lr, feed.io, train.compile, run.eval
+"""
+    expected = {"optim.clip", "data.seed", "feed.depth", "train.seed", "loss.ce", "eval.top_k"}
+    assert _reads(text) == expected
+
+
 def test_every_field_of_the_schema_is_read_somewhere() -> None:
-    paths = [path for folder in ("store", "capture", "train") for path in _modules(folder)]
-    paths += [ROOT / "cli.py", ROOT / "configs/launch.py"]
-    read = {
-        node.attr
-        for path in paths
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute)
-    }
-    unread = [key for key in field_docs() if key.partition(".")[2] not in read]
+    paths = [path for folder in FOLDERS for path in _modules(folder)]
+    # its checks alone change nothing
+    paths.remove(ROOT / "configs" / "schema.py")
+    read = set[str]()
+    for path in [*paths, ROOT / "cli.py"]:
+        read |= _reads(path.read_text(encoding="utf-8"))
+    unread = [key for key in field_docs() if key not in read]
     assert not unread, f"set by users and read by nobody: {unread}"
 
 
