@@ -5,7 +5,8 @@ its own `output_hidden_states` - another path than the hooks'. Rows read back fr
 must agree with it within the noise of the compute type and what int8 or int4 makes of these very
 rows, and each fault that has bitten other pipelines (a layer off by one, rows off by one, the norm
 missing or done twice), made on purpose, must not. A fault that provably changes nothing for this
-target is reported as not applicable.
+target is reported as not applicable, one that is lost in the noise of int8 or int4 as not
+separable: it decides nothing, unless the rows are nearer to it than to the truth.
 Letters: T tokens, M rows of `last`, K layers, H hidden, V vocabulary.
 """
 
@@ -14,12 +15,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dflash_pipeline.capture.row_errors import (
+    ROUNDING,
+    SLACK,
+    RowErrors,
+    concatenated,
+    noise_bound,
+    threshold,
+)
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.store.calibration import Calibrated
 from dflash_pipeline.store.quantise import Calibration
@@ -31,77 +40,9 @@ Bytes = NDArray[np.uint8]
 ReadBack = Callable[[int], tuple[Bytes, Bytes]]
 Tokens = Callable[[int], tuple[NDArray[np.uint32], Bytes]]
 
-ROUNDING = 2.0**-7
-"""Twice the largest relative error of rounding to bf16."""
-SLACK = 1.2
-"""A median, or the worst, of other samples may be so much larger."""
 UNRELATED = 0.5
 """Relative error from which a row has nothing to do with what it should be."""
 LOGIT_ROWS = 256
-
-
-def noise_bound(dtype: torch.dtype, depth: int) -> float:
-    """Largest relative error of a state `depth` layers deep that batching may cause.
-
-    In fp32 what is left is the store's rounding. In bf16 each layer rounds the residual stream
-    once more, and rounding errors of n layers add up as the root of n.
-    """
-    if dtype == torch.float32:
-        return ROUNDING
-    return ROUNDING * (1 + math.sqrt(depth))
-
-
-@dataclass
-class _Errors:
-    """Relative errors of rows, collected over the samples."""
-
-    parts: list[torch.Tensor] = field(default_factory=list)
-    rounding: list[torch.Tensor] = field(default_factory=list)
-    """What the store's mode alone makes of the true rows; bf16: nothing, it is in ROUNDING."""
-    is_noop: bool = True
-    """Whether the fault left the truth as it is in every row seen."""
-
-    def add(self, found_NH: torch.Tensor, truth_NH: torch.Tensor) -> None:
-        if len(found_NH):
-            self.parts.append(_relative(found_NH, truth_NH))
-
-    def add_rounding(self, stored_NH: torch.Tensor, truth_NH: torch.Tensor) -> None:
-        """The same rows with no other error than that of being stored."""
-        if len(stored_NH):
-            self.rounding.append(_relative(stored_NH, truth_NH))
-
-    @property
-    def typical(self) -> float:
-        """Their median; NaN counts as infinite."""
-        return _median(self.parts)
-
-    @property
-    def typical_rounding(self) -> float:
-        """The median of the rounding."""
-        return _median(self.rounding)
-
-    def worst(self, dtype: torch.dtype) -> float:
-        """The largest in fp32; in bf16 one in twenty may differ, as experts are chosen anew."""
-        return float(_all(self.parts).quantile(1.0 if dtype == torch.float32 else 0.95))
-
-    @property
-    def worst_rounding(self) -> float:
-        """The largest of the rounding."""
-        return float(_all(self.rounding).max()) if self.rounding else 0.0
-
-
-def _relative(found_NH: torch.Tensor, truth_NH: torch.Tensor) -> torch.Tensor:
-    norm_N = truth_NH.norm(dim=-1).clamp_min(1e-30)
-    relative_N: torch.Tensor = (found_NH - truth_NH).norm(dim=-1) / norm_N
-    return relative_N
-
-
-def _median(parts: list[torch.Tensor]) -> float:
-    return float(_all(parts).median()) if parts else 0.0
-
-
-def _all(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts).nan_to_num(nan=torch.inf, posinf=torch.inf).cpu()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,8 +61,8 @@ class Gate:
 
     def __init__(self, target: Target, spec: StoreSpec, calibrated: Calibrated) -> None:
         self._target, self._spec, self._calibrated = target, spec, calibrated
-        self._true: dict[str, _Errors] = defaultdict(_Errors)
-        self._faults: dict[tuple[str, str], _Errors] = defaultdict(_Errors)
+        self._true: dict[str, RowErrors] = defaultdict(RowErrors)
+        self._faults: dict[tuple[str, str], RowErrors] = defaultdict(RowErrors)
         self._depth: dict[str, int] = {}
         self._logit_noise = 0.0
 
@@ -135,7 +76,7 @@ class Gate:
         before = {name: len(errors.parts) for name, errors in self._true.items()}
         self._compare(ids_T, mask_T, hidden_TKR, last_MR)
         parts = {name: errors.parts[before.get(name, 0) :] for name, errors in self._true.items()}
-        return {name: _all(added) for name, added in parts.items() if added}
+        return {name: concatenated(added) for name, added in parts.items() if added}
 
     def _compare(
         self, ids_T: NDArray[np.uint32], mask_T: Bytes, hidden_TKR: Bytes, last_MR: Bytes
@@ -147,15 +88,19 @@ class Gate:
         for place, layer_id in enumerate(spec.layer_ids):
             name, true_TH = f"layer {layer_id}", truth.states[layer_id + 1].float()
             self._depth[name] = layer_id + 1
-            found_TH = hidden_TKH[:, place]
+            found_TH, stored_TH = hidden_TKH[:, place], None
             self._true[name].add(found_TH, true_TH)
             if hidden:
                 stored_TH = self._stored(true_TH, spec.hidden_mode, hidden[place : place + 1])
                 self._true[name].add_rounding(stored_TH, true_TH)
             for other in (layer_id - 1, layer_id + 1):
                 fault = f"layer {other}" if other >= 0 else "embedding"
-                self._fault(name, fault, found_TH, truth.states[other + 1].float(), true_TH)
-            self._fault(name, "the next token's row", found_TH[:-1], true_TH[1:], true_TH[:-1])
+                wrong_TH = truth.states[other + 1].float()
+                self._fault(name, fault, found_TH, stored_TH, wrong_TH, true_TH)
+            inner_TH = None if stored_TH is None else stored_TH[:-1]
+            self._fault(
+                name, "the next token's row", found_TH[:-1], inner_TH, true_TH[1:], true_TH[:-1]
+            )
         if spec.has_last:
             positions = torch.from_numpy(teacher_positions(mask_T, spec.last_rows)).to(
                 target.device
@@ -174,39 +119,43 @@ class Gate:
         inner = position_M < len(truth.last_TH) - 1
         shifted_MH = truth.last_TH[position_M[inner] + 1].float()
         true_MH = truth.last_TH[position_M[inner]].float()
-        self._fault("last", "the next token's row", last_MH[inner], shifted_MH, true_MH)
+        inner_MH = stored_MH[inner] if last else None
+        self._fault("last", "the next token's row", last_MH[inner], inner_MH, shifted_MH, true_MH)
         for begin in range(0, len(position_M), LOGIT_ROWS):
             part = slice(begin, begin + LOGIT_ROWS)
             found_MH = last_MH[part].to(target.dtype)
             raw_MH = truth.states[-1][position_M[part]]
             true_MV = truth.logits_TV[position_M[part]].float()
-            self._true["logits"].add(target.head_logits(found_MH), true_MV)
+            found_MV = target.head_logits(found_MH)
+            self._true["logits"].add(found_MV, true_MV)
             rounded_MH = stored_MH[part].to(target.dtype)
-            rounding = _Errors()
-            rounding.add(target.head_logits(rounded_MH), true_MV)
+            rounded_MV = target.head_logits(rounded_MH)
+            rounding = RowErrors()
+            rounding.add(rounded_MV, true_MV)
             self._logit_noise = max(self._logit_noise, rounding.worst(target.dtype))
             if last:
                 self._true["logits"].rounding += rounding.parts
-            logits_MV = target.head_logits(raw_MH)
-            self._fault("logits", "the norm missing", logits_MV, true_MV, None)
+            ideal_MV = rounded_MV if last else None
             once_MH = target.norm(raw_MH)
-            self._faults["logits", "the norm missing"].is_noop &= _same(once_MH, raw_MH)
-            logits_MV = target.head_logits(target.norm(found_MH))
-            self._fault("logits", "the norm done twice", logits_MV, true_MV, None)
-            self._faults["logits", "the norm done twice"].is_noop &= _same(
-                target.norm(once_MH), once_MH
-            )
+            faults = {"the norm missing": raw_MH, "the norm done twice": target.norm(once_MH)}
+            for fault, wrong_MH in faults.items():
+                wrong_MV = target.head_logits(wrong_MH).float()
+                self._fault("logits", fault, found_MV, ideal_MV, wrong_MV, None)
+                self._faults["logits", fault].is_noop &= _same(wrong_MH, once_MH)
 
     def _fault(
         self,
         name: str,
         fault: str,
         found: torch.Tensor,
+        stored: torch.Tensor | None,
         wrong: torch.Tensor,
         truth: torch.Tensor | None,
     ) -> None:
         errors = self._faults[name, fault]
         errors.add(found, wrong)
+        if stored is not None:
+            errors.add_rounding(stored, wrong)
         if truth is not None:
             errors.is_noop &= torch.equal(wrong, truth)
 
@@ -232,9 +181,10 @@ class Gate:
                     f"{name} differs from the target's own by {typical:.2g} (at most {bound:.2g} "
                     f"is noise), worst {worst:.2g}"
                 )
-            told = self._told_apart(name, wrong)
+            must_exceed, told = self._told_apart(name, wrong)
             lines.append(
-                f"{name}: error {typical:.2g}, allowed {bound:.2g}; if it were " + "; ".join(told)
+                f"{name}: error {typical:.2g}, allowed {bound:.2g}; if it were another "
+                f"(must exceed {must_exceed:.2g}): " + "; ".join(told)
             )
         return lines, wrong
 
@@ -257,13 +207,17 @@ class Gate:
             worst_bound = max(UNRELATED, worst_bound)
         return bound, worst_bound
 
-    def _told_apart(self, name: str, wrong: list[str]) -> list[str]:
-        """How far the faults made on purpose are from what is stored; adds those that are not."""
+    def _told_apart(self, name: str, wrong: list[str]) -> tuple[float, list[str]]:
+        """What each fault made on purpose must exceed, and how far each is; adds those in doubt."""
         errors, (bound, _) = self._true[name], self.allowed(name)
         rounding = errors.typical_rounding
         # a fault must stand out of what was measured, not only of what is allowed
         excess = math.sqrt(max(errors.typical**2 - rounding**2, 0.0))
-        threshold = min(bound, math.hypot(SLACK * rounding, max(3 * excess, ROUNDING)))
+        must_exceed = threshold(bound, rounding, excess)
+        # rows that are wrong themselves must not make a fault look lost in the mode's noise
+        computing = min(excess, noise_bound(self._target.dtype, self._depth[name]))
+        separable_from = threshold(bound, rounding, computing)
+        mode = self._spec.hidden_mode if name.startswith("layer") else self._spec.last_mode
         told = []
         for (of, fault), fault_errors in self._faults.items():
             if of != name or not fault_errors.parts:
@@ -271,12 +225,25 @@ class Gate:
             if fault_errors.is_noop:
                 told.append(f"{fault}: not applicable, it changes nothing here")
                 continue
-            told.append(f"{fault}: {fault_errors.typical:.2g}")
-            if fault_errors.typical <= threshold:
+            distance, ideal = fault_errors.typical, fault_errors.typical_rounding
+            is_lossy = bool(errors.rounding)
+            # true rows in this mode may lie as near to a fault as to the truth: then none decides
+            is_nearer = distance < errors.typical and ideal > (1 + ROUNDING) * rounding
+            if is_lossy and is_nearer:
                 wrong.append(
-                    f"{name} cannot be told from {fault} (error {fault_errors.typical:.2g})"
+                    f"{name} is nearer to {fault} (error {distance:.2g}) than to the target's own "
+                    f"({errors.typical:.2g})"
                 )
-        return told
+            if is_lossy and ideal <= separable_from:
+                told.append(f"{fault}: {distance:.2g}, not separable at {mode}")
+                continue
+            told.append(f"{fault}: {distance:.2g}")
+            if distance <= must_exceed and not (is_lossy and is_nearer):
+                wrong.append(
+                    f"{name} cannot be told from {fault} (error {distance:.2g}, must exceed "
+                    f"{must_exceed:.2g})"
+                )
+        return must_exceed, told
 
     @torch.inference_mode()
     def _compute(self, ids_T: NDArray[np.uint32]) -> _Truth:

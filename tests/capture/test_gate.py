@@ -150,6 +150,59 @@ def test_quantised_rows_pass_and_their_faults_do_not(
         _check(target, _quantised(_captured(target), mode, swapped), spec, calibrated)
 
 
+def _nearly_one_norm(make_model: Callable[..., PreTrainedModel]) -> Target:
+    """A second norm moves the logits by less than int4 does."""
+    model = make_model("qwen3")
+    torch.manual_seed(0)
+    nn.init.normal_(model.model.norm.weight, 1.0, 0.02)
+    return Target(model, LAYER_IDS)
+
+
+def _other_last(target: Target, stored: Stored, norms: int) -> Stored:
+    """`stored` with rows of last that went through so many final norms."""
+    changed = {}
+    for sample, (hidden, _) in stored.items():
+        ids_T, mask_T = _tokens(sample)
+        raw: list[torch.Tensor] = []
+        hook = target.norm.register_forward_pre_hook(lambda _n, given, to=raw: to.append(given[0]))
+        with torch.no_grad():
+            target.model(torch.from_numpy(ids_T.astype(np.int64))[None])
+            hook.remove()
+            last_TH = raw[0][0]
+            for _ in range(norms):
+                last_TH = target.norm(last_TH)
+        rows = last_TH[teacher_positions(mask_T, "teacher")].numpy()
+        changed[sample] = hidden, encode(rows, "bf16")
+    return changed
+
+
+@pytest.mark.parametrize("mode", ["bf16", "int8", "int4"])
+def test_a_fault_within_the_noise_of_the_mode_does_not_decide(
+    mode: str, make_model: Callable[..., PreTrainedModel]
+) -> None:
+    target = _nearly_one_norm(make_model)
+    calibrated = PLAIN if mode == "bf16" else _calibrated(target, mode)
+    spec = _spec(mode, hidden_mode=mode)
+    true = _captured(target)
+
+    def stored_as(stored: Stored) -> Stored:
+        return stored if mode == "bf16" else _quantised(stored, mode, calibrated)
+
+    lines = _check(target, stored_as(true), spec, calibrated)
+    assert all("; if it were another (must exceed 0." in line for line in lines)
+    told = [part for line in lines for part in line.split("; ") if "not separable" in part]
+    assert [part.split(":")[0] for part in told] == ["the norm done twice"] * (mode == "int4")
+    assert all(part.endswith(", not separable at int4") for part in told)
+    for wrong, text in (
+        (_captured(target, (0, 2, 3)), "layer 4 differs"),
+        (_captured(target, shift=1), "layer 2 differs .*last differs .*logits differs"),
+        (_other_last(target, true, 0), "last differs .*logits differs"),
+        (_other_last(target, true, 2), "the norm done twice" if mode == "int4" else "last differs"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            _check(target, stored_as(wrong), spec, calibrated)
+
+
 @pytest.mark.parametrize("layer_ids", [(1, 2, 4), (0, 1, 4), (0, 2, 3), (0, 2, 5)])
 def test_a_layer_off_by_one_is_refused_by_name(target: Target, layer_ids: tuple[int, ...]) -> None:
     (place,) = (k for k in range(3) if layer_ids[k] != LAYER_IDS[k])

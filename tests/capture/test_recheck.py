@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dflash_pipeline.capture import worker
+from dflash_pipeline.capture import toytext, worker
 from dflash_pipeline.capture.construction import build_store
 from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.recheck import main, recheck
@@ -45,25 +46,56 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, target_dir: Path, plac
         capture=CaptureConfig(token_budget=192, pad_multiple=16, num_buckets=2, force=True),
     )
     conversations = [
-        Conversation(
-            key=f"sample-{row}",
-            source=0,
-            row=row,
-            domain="chat",
-            messages=(
-                {"role": "user", "content": f"Say {row}"},
-                {"role": "assistant", "content": "abcdefghij"[row:] * 3},
-            ),
-            text="",
-            token_ids=(),
-            loss_spans=(),
+        _conversation(
+            row,
+            {"role": "user", "content": f"Say {row}"},
+            {"role": "assistant", "content": "abcdefghij"[row:] * 3},
         )
         for row in range(8)
     ]
-    dropped = Dropped(num_rows=8)
+    return _captured(run, conversations, place)
+
+
+def _conversation(row: int, *messages: dict[str, str]) -> Conversation:
+    return Conversation(
+        key=f"sample-{row}",
+        source=0,
+        row=row,
+        domain="chat",
+        messages=messages,
+        text="",
+        token_ids=(),
+        loss_spans=(),
+    )
+
+
+def _captured(run: Run, conversations: list[Conversation], place: Place) -> Store:
+    dropped = Dropped(num_rows=len(conversations))
     build_store(run, resolve(run.target), "cpu", conversations, dropped, "", 1, lambda _text: None)
     worker.main(run, place, {})
     return open_store(run.store.path)
+
+
+@pytest.fixture
+def toy_store(tmp_path: Path, place: Place) -> Store:
+    """The toy's second norm moves its logits by less than int4 does."""
+    run = Run(
+        target=TargetConfig(id="toy", layer_ids=(0, 1, 2, 3)),
+        data=DataConfig(files=("data.jsonl",), max_len=256),
+        store=StoreConfig(path=str(tmp_path / "toy"), hidden_mode="int4", last_mode="int4"),
+        capture=CaptureConfig(token_budget=4096, force=True),
+    )
+    texts = islice(toytext.conversations("chat", "train", 1), 24)
+    return _captured(run, [_conversation(row, *one) for row, one in enumerate(texts)], place)
+
+
+def _write_rows(store: Store, i: int, rows: np.ndarray) -> None:
+    """The sample's hidden rows, in its shard file."""
+    shard_id, row_bytes = store.table.shard_id(i), store.hidden_shape.row_bytes
+    first = int(store.table.start[i]) - shard_id.shard * store.layout.rows_per_shard
+    with (store.path / paths.hidden_file(shard_id)).open("r+b") as stream:
+        stream.seek(first * row_bytes)
+        stream.write(rows.tobytes())
 
 
 def _extra(store: Store, **changes: Any) -> dict[str, object]:
@@ -85,6 +117,23 @@ def test_a_sound_store_agrees_and_a_row_is_traced_to_its_text(
     assert found["problems"] == []
     assert ": token " in found["trace"]
     assert "of 'sample-" in found["trace"]
+
+
+def test_a_whole_int4_store_is_not_called_wrong_and_a_wrong_one_is(
+    toy_store: Store, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for num_samples in (4, 16):
+        main(Run(), place, _extra(toy_store, sample=num_samples))
+        assert ", not separable at int4" in capsys.readouterr().out
+    true = [np.array(toy_store.hidden(i)) for i in range(len(toy_store.table))]
+    for i, rows in enumerate(true):
+        _write_rows(toy_store, i, np.roll(rows, -1, 0))
+    with pytest.raises(ValueError, match="layer 2 is nearer to the next token's row"):
+        main(Run(), place, _extra(toy_store, sample=4))
+    for i, rows in enumerate(true):
+        _write_rows(toy_store, i, np.roll(rows, -1, 1))
+    with pytest.raises(ValueError, match="layer 1 is nearer to layer 2"):
+        main(Run(), place, _extra(toy_store, sample=16))
 
 
 def test_rows_of_other_tokens_are_named(store: Store, place: Place) -> None:
