@@ -42,19 +42,19 @@ def merge(
 ) -> Store:
     """The sealed store at `out` that holds all samples of the `inputs`, which stay as they are.
 
-    `deep`: every row of the inputs is read and checked first. ValueError names what stands in the
-    way: an input that is damaged, not sealed, released in part or of another identity, or a sample
-    that stands in two of them; nothing is left at `out` then.
+    `deep`: every row of the inputs is read and checked, once it is known that they fit. ValueError
+    names what stands in the way: an input that is damaged, not sealed, released in part or of
+    another identity, or a sample that stands in two of them; nothing is left at `out` then.
     """
-    stores = []
+    # what small files tell before hours of reading rows
     for path in inputs:
-        problems = verify(path, deep=deep).problems
-        if problems:
-            more = f"; and {len(problems) - 3} more" * (len(problems) > 3)
-            raise ValueError(f"{path} is damaged: {'; '.join(problems[:3])}{more}")
-        say(f"{path} is whole" + (", every row was read" if deep else ""))
-        stores.append(open_store(path))
+        _check_whole(path, deep=False)
+    stores = [open_store(path) for path in inputs]
     check_mergeable(stores)
+    for path in inputs:
+        if deep:
+            _check_whole(path, deep=True)
+        say(f"{path} is whole" + (", every row was read" if deep else ""))
     plan = merge_plan(stores)
     device = _device(Path(out))
     linked = [one for one in plan.sources if _may_link(stores[one[0]], one[1], plan, device)]
@@ -85,6 +85,13 @@ def merge(
         f"are hard links, {filling.num_copied} are copies"
     )
     return store
+
+
+def _check_whole(path: str, *, deep: bool) -> None:
+    problems = verify(path, deep=deep).problems
+    if problems:
+        more = f"; and {len(problems) - 3} more" * (len(problems) > 3)
+        raise ValueError(f"{path} is damaged: {'; '.join(problems[:3])}{more}")
 
 
 class _Filling:

@@ -188,6 +188,27 @@ def test_stores_that_do_not_fit_together_are_refused_by_name(
     _refused(merged, tmp_path, (first, growing), r"d is not sealed: finish its capture")
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"offset": 100, "hidden_mode": "int8"}, "cannot be merged, they differ in hidden_mode"),
+        ({"offset": 3}, "3 samples stand in both"),
+    ],
+)
+def test_what_the_headers_tell_is_refused_before_a_row_is_read(
+    make: Callable[..., Store],
+    merged: Merge,
+    tmp_path: Path,
+    flip: Callable[[Path, int], None],
+    changes: dict[str, Any],
+    text: str,
+) -> None:
+    parts = make("a", 6, hidden_size=64), make("b", 6, hidden_size=64, **changes)
+    # whoever read the rows first would name this
+    flip(parts[0].path / paths.hidden_file(ShardId(1, 0)), 5)
+    _refused(merged, tmp_path, parts, text)
+
+
 def test_another_held_out_share_is_refused(
     make: Callable[..., Store], merged: Merge, tmp_path: Path, tiny: ModuleType
 ) -> None:
