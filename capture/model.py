@@ -22,7 +22,7 @@ from dflash_pipeline.capture import gguf, weightfiles, weights
 from dflash_pipeline.capture.weightfiles import json_object
 from dflash_pipeline.configs.errors import UsageError, first_line
 from dflash_pipeline.configs.layers import check_layer_ids, layer_ids
-from dflash_pipeline.configs.schema import TargetConfig
+from dflash_pipeline.configs.schema import PACKAGED, TargetConfig
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -149,7 +149,12 @@ class TargetFiles:
         if config.layer_ids:
             check_layer_ids(config.layer_ids, self.num_layers)
             return config.layer_ids
-        return tuple(layer_ids(self.num_layers, config.num_capture_layers))
+        try:
+            return tuple(layer_ids(self.num_layers, config.num_capture_layers))
+        except UsageError as error:
+            if self.name not in PACKAGED:
+                raise
+            raise UsageError(f"{error}, or use --config {self.name}, which names them") from error
 
     def mask_token_id(self, config: TargetConfig) -> int:
         """The embedding row of a masked slot: named, the mask token, or the first unused row.

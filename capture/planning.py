@@ -48,6 +48,8 @@ from dflash_pipeline.store.table import HELD_OUT
 NUM_PREFLIGHT = 8
 # another capture of the same store may be planning; it takes as long as reading all data does
 _LOCK_WAIT_S = 24 * 3600.0
+# proposed where the data are so few that a smaller share is none of them
+_LARGER_HELDOUT = 0.2
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -194,6 +196,11 @@ def count_lines(run: Run, files: TargetFiles, kind: str, num_processes: int) -> 
         f"{spool.num_supervised:,} supervised, layers {list(spec.layer_ids)} of "
         f"{spec.num_target_layers}"
     )
+    if not num_heldout and run.data.heldout < _LARGER_HELDOUT:
+        lines.append(
+            "no sample is held out to measure the drafter on: to have some, "
+            f"--set data.heldout={_LARGER_HELDOUT}"
+        )
     for bucket, bound in enumerate(layout.bucket_bounds):
         num_samples, num_shards = int((table.bucket == bucket).sum()), layout.num_shards[bucket]
         lines.append(

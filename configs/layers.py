@@ -18,11 +18,22 @@ def layer_ids(num_target_layers: int, num: int) -> tuple[int, ...]:
     if num_target_layers < num + 3:
         raise UsageError(
             f"{num} layers cannot be spread over a target of {num_target_layers}: the rule needs "
-            f"at least {num + 3}; name them with target.layer_ids"
+            f"at least {num + 3}; {_named_instead(num_target_layers, num)}"
         )
     if num == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (num - 1)) for i in range(num))
+
+
+def _named_instead(num_target_layers: int, num: int) -> str:
+    """What names as many layers of a shallow target as there are up to `num`, from the first to the
+    last that can be captured."""
+    last = num_target_layers - 2
+    if last < 0:
+        return "before its last layer there is none to capture: use a deeper target"
+    most = min(num, last + 1)
+    ids = [round(i * last / max(most - 1, 1)) for i in range(most)]
+    return f"name them, as by --set target.layer_ids={','.join(map(str, ids))}"
 
 
 def check_layer_ids(ids: Sequence[int], num_target_layers: int) -> None:

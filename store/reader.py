@@ -8,6 +8,7 @@ Letters: T tokens of a sample, M rows of its `last`, K layers, R bytes of a stor
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -311,7 +312,10 @@ class Store:
             for chunk in range(rows[0] // shape.chunk_rows, shape.num_present(rows[1])):
                 durable.read_all(descriptor, buffer, chunk * shape.chunk_bytes)
                 if crc32c(buffer) != int(crcs[chunk]):
-                    raise ValueError(f"{file}: chunk {chunk} does not match its checksum")
+                    raise ValueError(
+                        f"{file}: chunk {chunk} does not match its checksum; dflash verify --deep "
+                        f"--repair {shlex.quote(str(self.path))} uncommits what is damaged"
+                    )
         finally:
             os.close(descriptor)
 

@@ -43,6 +43,10 @@ def test_a_target_is_described_without_its_weights(copy: Path) -> None:
     assert (files.is_tied, files.quantisation) == (False, "")
     assert files.layer_ids(TargetConfig(num_capture_layers=2)) == (1, 3)
     assert files.layer_ids(TargetConfig(layer_ids=(4, 0))) == (4, 0)
+    with pytest.raises(UsageError, match=r"target\.layer_ids=0,1,2,3,4$"):
+        files.layer_ids(TargetConfig(num_capture_layers=5))
+    with pytest.raises(UsageError, match=r"=0,1,2,3, or use --config toy, which names them$"):
+        resolve(TargetConfig(id="toy")).layer_ids(TargetConfig(id="toy"))
     assert set(files.files_for_store()) == {
         "config.json",
         "generation_config.json",

@@ -22,6 +22,7 @@ from dflash_pipeline.capture.samples import Conversation, Dropped, read
 from dflash_pipeline.capture.spool import Spool, fill, is_held_out
 from dflash_pipeline.capture.template import render
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.schema import (
     CaptureConfig,
     DataConfig,
@@ -218,7 +219,22 @@ def test_counting_writes_nothing(run: Run, tmp_path: Path) -> None:
     assert f"{NUM_ROWS} samples" in said
     assert "128 bytes a token and 64 a row of last" in said
     assert "% padding" in said
+    assert "held out to measure" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"talk.jsonl", "logs"}
+
+
+def test_the_count_says_how_to_have_held_out_samples(run: Run, tmp_path: Path) -> None:
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, heldout=0.0))
+    said = planned(run, tmp_path, only_count=True)
+    assert "(0 held out)" in said
+    _, is_told, setting = said.partition("held out to measure the drafter on: to have some, --set ")
+    assert is_told
+    heldout = load("", [setting.splitlines()[0]], {}).data.heldout
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, heldout=heldout))
+    (tmp_path / "logs" / "plan-0.log").unlink()
+    said = planned(run, tmp_path, only_count=True)
+    assert "(0 held out)" not in said
+    assert "held out to measure" not in said
 
 
 def test_rows_without_a_sample_are_counted_by_reason(run: Run, tmp_path: Path) -> None:

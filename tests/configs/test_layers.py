@@ -6,6 +6,7 @@ import pytest
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.layers import check_layer_ids, layer_ids
+from dflash_pipeline.configs.load import load
 
 
 @pytest.mark.parametrize(
@@ -32,9 +33,24 @@ def test_the_rule_gives_the_published_ids(
     check_layer_ids(expected, num_target_layers)
 
 
-def test_too_shallow_a_target_must_name_its_layers() -> None:
-    with pytest.raises(UsageError, match=r"name them with target\.layer_ids"):
-        layer_ids(7, 5)
+@pytest.mark.parametrize(
+    ("num_target_layers", "num", "named"),
+    [(7, 5, (0, 1, 2, 4, 5)), (5, 5, (0, 1, 2, 3)), (2, 5, (0,)), (3, 1, (0,))],
+)
+def test_too_shallow_a_target_is_told_how_to_name_its_layers(
+    num_target_layers: int, num: int, named: tuple[int, ...]
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        layer_ids(num_target_layers, num)
+    _, is_told, setting = str(refused.value).partition("name them, as by --set ")
+    assert is_told
+    assert load("", [setting], {}).target.layer_ids == named
+    check_layer_ids(named, num_target_layers)
+
+
+def test_of_a_single_layer_none_can_be_captured() -> None:
+    with pytest.raises(UsageError, match="none to capture: use a deeper target"):
+        layer_ids(1, 1)
 
 
 @pytest.mark.parametrize(

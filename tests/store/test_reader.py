@@ -106,8 +106,9 @@ def test_check_sample_names_the_chunk(store: Store, flip: Callable[[Path, int], 
     samples = range(len(store.table))[store.table.of_shard(shard_id)]
     flip(store.path / paths.hidden_file(shard_id), 256 * 48 + 5)
     store.check_sample(samples[0])
-    with pytest.raises(ValueError, match=r"b1/hidden/c/1/0/0: chunk 1 "):
+    with pytest.raises(ValueError, match=r"b1/hidden/c/1/0/0: chunk 1 ") as found:
         store.check_sample(samples[-1])
+    assert f"; dflash verify --deep --repair {store.path} uncommits" in str(found.value)
 
 
 def test_a_truncated_shard_is_named_by_each_way_of_reading(store: Store) -> None:
