@@ -131,9 +131,9 @@ def generate(context: click.Context, gpus: str, share_gpu: bool) -> int:
     # servers alone do not say which target to capture
     told: dict[str, object] = {} if run.target.id else {"target.id": "MODEL"}
     told |= {"data.files": (out,), "data.limit": None}
-    if not run.store.path:
+    if not run.store.path or glance.is_of_other_data(run.store.path, out):
         told["store.path"] = following.free_name(f"{Path(out).stem}.store")
-    return end(code, following.line(context, capture, told), this_line())
+    return end(code, following.capturing_answers(context, capture, run, told), this_line())
 
 
 @dflash.command(reads=("target", "data", "store", "capture"))
@@ -442,7 +442,7 @@ def verify(
         if repair:
             return after.after_repair(capture, path, deep)
         if deep or sample is not None:
-            return after.training_on(path, lambda: after.training_line(path, path))
+            return after.after_check(capture, path)
         return f"dflash verify --deep {shlex.quote(path)}"
 
     if sample is not None:
@@ -522,15 +522,18 @@ def show_status(directory: str, as_json: bool, drop: str) -> int:
     if as_json:
         click.echo(overview.json_text(found))
         return 0
-    consumers, is_open = list[str](), False
+    consumers, is_open, num_awaited = list[str](), False, 0
     if (Path(directory) / "zarr.json").is_file():
         # a store is its own to read, with numpy
         from dflash_pipeline.store import glance
 
         consumers, is_open = glance.lines_of_consumers(directory), glance.is_open(directory)
-    for text in (*overview.lines(found), *consumers):
-        click.echo(text)
-    click.echo(overview.remedy(directory, found, is_open))
+        num_awaited = glance.num_awaited(directory)
+    told = overview.lines(found)
+    # a capture that waits for them says so itself
+    told += [text for text in consumers if not any(text in line for line in told)]
+    click.echo("\n".join(told))
+    click.echo(overview.remedy(directory, found, is_open, num_awaited))
     return 0
 
 
@@ -542,16 +545,17 @@ def show_config(context: click.Context) -> int:
     """Print the resolved configuration as TOML, every value named."""
     run = resolve(context)
     click.echo(to_toml(run), nl=False)
-    needed = {
-        "target.id": run.target.id,
-        "data.files": run.data.files,
-        "store.path": run.store.path,
-    }
-    missing = [key for key, value in needed.items() if not value]
-    counting = following.line(context, capture, {}) + " --plan"
-    if missing:
-        counting = f"set {', '.join(missing)} in dflash.toml, then: dflash capture --plan"
-    click.echo(f"next: {counting}", err=True)
+    told: dict[str, object] = {} if run.target.id else {"target.id": "MODEL"}
+    if run.data.files:
+        if not run.store.path:
+            told["store.path"] = following.free_name("hs")
+        coming = following.line(context, capture, told) + " --plan"
+    else:
+        told["data.files"] = ("PROMPTS.jsonl",)
+        if not run.generate.out:
+            told["generate.out"] = following.free_name("answers", ".jsonl")
+        coming = following.line(context, generate, told)
+    click.echo(f"next: {coming}", err=True)
     return 0
 
 

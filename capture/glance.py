@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from pathlib import Path
 
 from dflash_pipeline.capture import settings
 from dflash_pipeline.capture.arguments import template_arguments_text
@@ -37,6 +38,16 @@ def check_capture(run: Run, only_count: bool = False) -> None:
         _, spec, _, attributes = found
         differing = identity_differences(spec, run) + plan_differences(spec, attributes, run)
         refuse(run.store.path, differing)
+
+
+def is_of_other_data(store: str, file: str) -> bool:
+    """Whether a store is there that was not captured from this one data file, by its name."""
+    found = glance.root(store)
+    data = found[3].run.get("data") if found is not None else None
+    files = data.get("files") if isinstance(data, dict) else None
+    return isinstance(files, list) and [Path(str(one)).resolve() for one in files] != [
+        Path(file).resolve()
+    ]
 
 
 def check_generate(run: Run) -> None:

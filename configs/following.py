@@ -15,8 +15,10 @@ import click
 
 from dflash_pipeline.configs import recorded
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.load import is_file_in_use, load
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import SchemaOption, config_of, does_read, given, sets_of
+from dflash_pipeline.configs.schema import PACKAGED, Run, TargetConfig
 
 Following = str | Callable[[], str]
 
@@ -46,9 +48,11 @@ def resuming(out: str) -> str:
     return shlex.join(again if "--out" in again else [*again, "--out", out])
 
 
-def free_name(name: str) -> str:
-    """`name`, or with a number where something of that name stands already."""
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+def free_name(name: str, suffix: str = "") -> str:
+    """`name` and `suffix`, with a number between them where something stands there already."""
+    names = (
+        f"{name}{suffix}" if number == 1 else f"{name}-{number}{suffix}" for number in count(1)
+    )
     return next(one for one in names if not os.path.lexists(one))
 
 
@@ -66,6 +70,27 @@ def line(
     """
     values = {**given(context), **told}
     return _written(command, values, config_of(context), sets_of(context), arguments)
+
+
+def capturing_answers(
+    context: click.Context, command: click.Command, run: Run, told: Mapping[str, object]
+) -> str:
+    """`line` of the capture of what `run` has generated.
+
+    A packaged target needs what the preset of its name says: the preset is named in its place, or
+    beside a file that is in use, which the preset would replace, the target's settings are said.
+    """
+    name, sets = run.target.id, sets_of(context)
+    values, config = {**given(context), **told}, config_of(context)
+    if name in PACKAGED and not config and not run.target.layer_ids:
+        if is_file_in_use():
+            target, unset = load(name, (), {}).target, TargetConfig()
+            sets += (f"target.layer_ids={','.join(map(str, target.layer_ids))}",)
+            if run.target.mask_token_id == unset.mask_token_id != target.mask_token_id:
+                sets += (f"target.mask_token_id={target.mask_token_id}",)
+        else:
+            values, config = {**values, "target.id": None}, name
+    return _written(command, values, config, sets)
 
 
 def _written(

@@ -102,6 +102,11 @@ def differences(first: Run, second: Run, sections: Sequence[str]) -> list[str]:
     ]
 
 
+def is_file_in_use() -> bool:
+    """Whether a line without --config takes settings from a file or a preset."""
+    return bool(os.environ.get(CONFIG_VARIABLE)) or Path(DEFAULT_FILE).is_file()
+
+
 def preset_names() -> list[str]:
     """Every preset that comes with the package."""
     folder = resources.files("dflash_pipeline.configs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -52,16 +53,21 @@ def lines(found: Found) -> list[str]:
     return told
 
 
-def remedy(directory: str, found: Found, is_store_open: bool) -> str:
+def remedy(directory: str, found: Found, is_store_open: bool, num_awaited: int = 0) -> str:
     """The last line: what to do, if anything. is_store_open: a store whose shards are not all
-    there."""
+    there; num_awaited: training runs that it needs before it releases its first shard."""
     again = "run the same command again (train: with --resume)"
     statuses = [one for _, one in found]
     num_alive = sum(one.is_alive for one in statuses)
     if any(not one.is_alive and one.state != "done" for one in statuses):
         return f"once the others have ended, {again}" if num_alive else f"to go on, {again}"
     if num_alive:
-        return f"{num_alive} of {len(statuses)} at work: nothing to do"
+        todo = "nothing to do"
+        if num_awaited:
+            runs = f"{num_awaited} training run{'s' * (num_awaited != 1)}"
+            training = f"dflash train --store {shlex.quote(directory)} --epochs 1"
+            todo = f"{runs} to start, by {training}"
+        return f"{num_alive} of {len(statuses)} at work: {todo}"
     if is_store_open:
         return f"{directory} lacks shards, as after a repair: to go on, run its capture again"
     return "all of them are done"

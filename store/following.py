@@ -50,6 +50,15 @@ def after_repair(capture: click.Command, store: str, deep: bool) -> str:
     return following.capturing_again(capture, store, captured)
 
 
+def after_check(capture: click.Command, store: str) -> str:
+    """The line that trains on a store whose rows were found good; before it, where shards are
+    missing and nobody captures them, once more the capture."""
+    captured = glance.recorded_run(store)
+    if captured and glance.is_open(store) and not glance.is_at_work(store):
+        return following.capturing_again(capture, store, captured)
+    return training_on(store, lambda: training_line(store, store))
+
+
 def measuring(
     context: click.Context,
     commands: Mapping[str, click.Command],

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_pipeline.configs.mounts import root_of
+from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store import paths
 from dflash_pipeline.store.metadata import Root, read_root
 from dflash_pipeline.store.reader import Store, open_store
-from dflash_pipeline.store.rolling import consumer_lines, is_rolling
+from dflash_pipeline.store.rolling import consumer_lines, is_rolling, num_missing
 from dflash_pipeline.store.spec import Attributes, Layout, StoreSpec
 from dflash_pipeline.store.table import HELD_OUT
 
@@ -49,6 +50,11 @@ def is_open(store: str) -> bool:
     return (path / "zarr.json").is_file() and not (path / paths.SEALED_FILE).exists()
 
 
+def is_at_work(store: str) -> bool:
+    """Whether a process of a capture into this store is alive."""
+    return any(one.is_alive for one in find_statuses(root_of(store)))
+
+
 def lines_of_consumers(directory: str) -> list[str]:
     """A line for each training run that a rolling store waits for; none for anything else. Where
     they cannot be read, why."""
@@ -56,6 +62,18 @@ def lines_of_consumers(directory: str) -> list[str]:
         return consumer_lines(Path(directory))
     except (OSError, ValueError) as error:
         return [str(error)]
+
+
+def num_awaited(directory: str) -> int:
+    """Training runs that must still follow a rolling store before it releases its first shard;
+    0 for anything else, and where that cannot be read."""
+    store = rolling(directory)
+    if store is None or store.num_released:
+        return 0
+    try:
+        return num_missing(store.path, store.layout)
+    except (OSError, ValueError):
+        return 0
 
 
 def rolling(store: str) -> Store | None:

@@ -24,11 +24,12 @@ from dflash_pipeline.configs.docs import field_docs
 from dflash_pipeline.configs.gpus import parse, reserved
 from dflash_pipeline.configs.load import all_keys, load, to_dict
 from dflash_pipeline.configs.options import Argument, Command, SchemaOption, does_read, given
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import PACKAGED, Run
 from dflash_pipeline.configs.status import new_status, write_status
 from dflash_pipeline.store import glance
 from dflash_pipeline.store.documents import canonical
 from dflash_pipeline.store.metadata import read_root, root_document
+from dflash_pipeline.store.rolling import awaited_text, make_rolling
 
 GOLDEN = Path(__file__).parent / "golden" / "help.txt"
 
@@ -255,7 +256,8 @@ def test_options_reach_the_run_and_win_over_set_and_file(type_line: Callable[...
     assert run["target"]["thinking"] == "off"
     assert run["target"]["template_args"] == ["a=b"]
     assert ended.last_line == (
-        "next: dflash capture --data 'my answers.jsonl' --thinking off --template-arg a=b"
+        "next: dflash capture --data 'my answers.jsonl' --thinking off --template-arg a=b "
+        "--set target.layer_ids=0,1,2,3"
     )
 
 
@@ -688,6 +690,30 @@ def test_status_of_a_store_that_lost_shards_since_says_so(type_line: Callable[..
     assert type_line("dflash status hs").last_line == "all of them are done"
 
 
+def test_status_of_a_store_that_awaits_training_runs_says_once_that_they_are_to_be_started(
+    type_line: Callable[..., Ended], recorded_store: str
+) -> None:
+    path = Path(recorded_store)
+    Path(recorded_store, "commit_sealed/c/0").unlink()
+    layout = read_root(path)[2]
+    make_rolling(path, layout, 2)
+    awaited = awaited_text(path, layout)
+    assert awaited
+    status = new_status("capture", 0, "cpu")
+    status.state = "running"
+    write_status(f"{recorded_store}.logs", status)
+    told = type_line(f"dflash status {recorded_store}").out
+    assert told.count(awaited) == 1
+    status.state, status.text = "waiting", f"the quota is in use; {awaited}. Start dflash train"
+    write_status(f"{recorded_store}.logs", status)
+    ended = type_line(f"dflash status {recorded_store}")
+    assert ended.out.count(awaited) == 1
+    assert ended.last_line == (
+        f"1 of 1 at work: 2 training runs to start, by dflash train --store {recorded_store} "
+        "--epochs 1"
+    )
+
+
 def test_status_tells_of_processes_though_their_store_cannot_be_read(
     type_line: Callable[..., Ended],
 ) -> None:
@@ -934,11 +960,16 @@ def test_what_comes_after_a_store_takes_the_preset_that_it_was_captured_with(
     assert type_line(f"dflash verify --repair {recorded_store}").last_line == checking
     merged = type_line(f"dflash merge new {recorded_store} x").last_line
     assert merged == "next: dflash train --store new --config toy"
-    # a repair took the seal: the capture comes first
+    # a repair took the seal, or the capture was stopped: the capture comes first
     Path(recorded_store, "commit_sealed/c/0").unlink()
-    assert type_line(f"dflash verify --repair {recorded_store}").last_line == (
-        f"next: dflash capture --data 'b c.jsonl' --store {recorded_store} --config toy"
-    )
+    capturing = f"next: dflash capture --data 'b c.jsonl' --store {recorded_store} --config toy"
+    assert type_line(f"dflash verify --repair {recorded_store}").last_line == capturing
+    assert type_line(f"dflash verify --deep {recorded_store}").last_line == capturing
+    # one that is at work is followed
+    status = new_status("capture", 0, "cpu")
+    status.state = "running"
+    write_status(f"{recorded_store}.logs", status)
+    assert type_line(f"dflash verify --deep {recorded_store}").last_line == training
 
 
 def test_without_held_out_samples_nothing_is_proposed_to_be_replayed(
@@ -1012,14 +1043,62 @@ def test_a_name_that_is_taken_is_not_proposed(type_line: Callable[..., Ended]) -
     ended = type_line("dflash eval --drafter x --store hs")
     assert ended.last_line == "next: dflash export x --out drafter-2"
     ended = type_line("dflash generate --gpus cpu --target toy --data a.jsonl --out d.jsonl")
-    assert ended.last_line == "next: dflash capture --target toy --data d.jsonl --store d.store-2"
+    assert ended.last_line == "next: dflash capture --data d.jsonl --store d.store-2 --config toy"
+    Path("answers.jsonl").touch()
+    assert "--out answers-2.jsonl" in type_line("dflash config toy").err
 
 
-def test_a_configuration_that_lacks_something_says_what(type_line: Callable[..., Ended]) -> None:
-    ended = type_line("dflash config toy")
-    assert ended.err.splitlines()[-1] == (
-        "next: set data.files, store.path in dflash.toml, then: dflash capture --plan"
-    )
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("toy", "generate --data PROMPTS.jsonl --out answers.jsonl --config toy"),
+        ("", "generate --target MODEL --data PROMPTS.jsonl --out answers.jsonl"),
+        (
+            "toy --set 'data.files=[\"a.jsonl\"]'",
+            "capture --store hs-2 --config toy --set 'data.files=[\"a.jsonl\"]' --plan",
+        ),
+    ],
+)
+def test_a_configuration_that_lacks_something_is_followed_by_a_line_that_says_it(
+    typed: str, said: str, type_line: Callable[..., Ended]
+) -> None:
+    last = type_line(f"dflash config {typed}").err.splitlines()[-1]
+    assert last == f"next: dflash {said}"
+    Path("MODEL").mkdir()
+    Path("PROMPTS.jsonl").write_text(ROW)
+    ended = type_line(f"{last.removeprefix('next: ')} --gpus cpu")
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("target", PACKAGED)
+@pytest.mark.parametrize("is_file_there", [False, True])
+def test_the_capture_of_a_packaged_targets_answers_says_what_that_target_needs(
+    target: str, is_file_there: bool, type_line: Callable[..., Ended]
+) -> None:
+    if is_file_there:
+        Path("dflash.toml").write_text("[store]\nhidden_mode = 'int8'\n")
+    ended = type_line(f"dflash generate --gpus cpu --target {target} --data a.jsonl --out d.jsonl")
+    assert ended.code == 0, ended.err
+    Path("d.jsonl").write_text(ROW)
+    captured = type_line(f"{ended.last_line.removeprefix('next: ')} --gpus cpu")
+    assert captured.code == 0, captured.err
+    before, after = ended.calls[-1]["run"], captured.calls[-1]["run"]
+    wanted = to_dict(load(target, (), {}))["target"]
+    assert after["target"] == before["target"] | {
+        key: wanted[key] for key in ("layer_ids", "mask_token_id")
+    }
+    assert after["store"]["hidden_mode"] == before["store"]["hidden_mode"]
+
+
+def test_answers_are_not_captured_into_the_configured_store_of_other_data(
+    type_line: Callable[..., Ended], recorded_store: str
+) -> None:
+    Path("dflash.toml").write_text(f'preset = "toy"\n[store]\npath = "{recorded_store}"\n')
+    line = "dflash generate --gpus cpu --data a.jsonl --out"
+    other = type_line(f"{line} more.jsonl")
+    assert other.last_line == "next: dflash capture --data more.jsonl --store more.store"
+    same = type_line(f"{line} 'b c.jsonl'")
+    assert same.last_line == "next: dflash capture --data 'b c.jsonl'"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,13 @@ def test_the_last_line_says_what_to_do(
     assert remedy("hs", found, is_open).startswith(told)
 
 
+def test_training_runs_that_a_store_awaits_are_to_be_started() -> None:
+    told = remedy("h s", [_status("waiting")], True, num_awaited=1)
+    assert told == (
+        "1 of 1 at work: 1 training run to start, by dflash train --store 'h s' --epochs 1"
+    )
+
+
 def test_people_and_programs_are_told_the_same() -> None:
     variant, status = "shallow", _status("running", is_alive=False)[1]
     status.done, status.total, status.unit, status.error = 5, 10, "rows", "it hangs"
