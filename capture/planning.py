@@ -37,7 +37,7 @@ from dflash_pipeline.configs.schema import CaptureConfig, Run
 from dflash_pipeline.configs.sizes import parse_size, size_text
 from dflash_pipeline.store.build import estimate_bytes, existing, plan_lock, shard_bytes
 from dflash_pipeline.store.consumers import release_lock
-from dflash_pipeline.store.quota import check_quota, fixed_bytes, largest_shard_bytes
+from dflash_pipeline.store.quota import check_quota, fixed_bytes, largest_shard_bytes, record_bytes
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rolling import gathering_of, is_rolling, make_rolling
 from dflash_pipeline.store.rows import row_bytes
@@ -47,6 +47,8 @@ from dflash_pipeline.store.table import HELD_OUT
 
 NUM_PREFLIGHT = 8
 # another capture of the same store may be planning; it takes as long as reading all data does
+# what the zarr.json files of a store take, and more
+_METADATA_BYTES = 2**16
 _LOCK_WAIT_S = 24 * 3600.0
 # proposed where the data are so few that a smaller share is none of them
 _LARGER_HELDOUT = 0.2
@@ -78,7 +80,7 @@ def _plan(run: Run, place: Place, extra: dict[str, object], files: TargetFiles) 
     if run.capture.compile and run.target.num_gpus > 1:
         raise UsageError(SPREAD)
     if only_count:
-        for line in count_lines(run, files, kind, place.threads):
+        for line in count_lines(run, files, kind, place.threads, num_workers):
             log.say(line)
         return
     files.check_weights()
@@ -175,8 +177,13 @@ def progress_text(store: Store) -> str:
     return f"resuming: {num_done} of {len(shard_ids)} shards committed"
 
 
-def count_lines(run: Run, files: TargetFiles, kind: str, num_processes: int) -> list[str]:
-    """What a capture would be: samples, batches, shards, bytes. Writes nothing."""
+def count_lines(
+    run: Run, files: TargetFiles, kind: str, num_processes: int, num_workers: int
+) -> list[str]:
+    """What a capture would be: samples, batches, shards, bytes. Writes nothing.
+
+    UsageError where a quota holds no shard for each of `num_workers`.
+    """
     dropped = Dropped()
     with Spool(None, run.store.last_rows) as spool:
         conversations = read(run.data.files, run.data.limit, dropped)
@@ -218,8 +225,16 @@ def count_lines(run: Run, files: TargetFiles, kind: str, num_processes: int) -> 
     lines += room_lines(mounts, parse_size(run.capture.quota))
     if quota_bytes := parse_size(run.capture.quota):
         shard_ids = layout.shard_ids()
-        all_shards = sum(shard_bytes(spec, layout, table, shard_id) for shard_id in shard_ids)
-        room = max(0, quota_bytes - (total_bytes - all_shards)) * len(shard_ids) / all_shards
+        sizes = [shard_bytes(spec, layout, table, shard_id) for shard_id in shard_ids]
+        all_shards = sum(sizes)
+        # from above: what is proposed here must not be refused once the plan is written
+        fixed = total_bytes - all_shards + 2 * record_bytes(spec, layout) + _METADATA_BYTES
+        fixed += sum(len(content) for content in files.files_for_store().values())
+        if files.is_tied:
+            # the head is the embedding, and is written once
+            fixed -= 2 * spec.vocab_size * spec.hidden_size
+        check_quota(quota_bytes, fixed, max(sizes), num_workers, run.store.path or "this capture")
+        room = (quota_bytes - fixed) * len(shard_ids) / all_shards
         lines.append(
             f"--quota {size_text(quota_bytes)} holds {min(room, len(shard_ids)):,.0f} of "
             f"{len(shard_ids):,} shards at a time"

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext
@@ -31,6 +32,7 @@ from dflash_pipeline.configs.schema import (
     TargetConfig,
 )
 from dflash_pipeline.configs.status import find_statuses
+from dflash_pipeline.store.quota import fixed_bytes, largest_shard_bytes
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.rolling import gathering_of
 from dflash_pipeline.store.table import HELD_OUT
@@ -391,6 +393,23 @@ def test_a_quota_that_is_too_small_fails_once_the_plan_is_there_and_the_plan_is_
     with pytest.raises(UsageError, match="1 KB is too small"):
         planned(small, tmp_path)
     assert "resuming: 0 of" in planned(with_quota(run, 1), tmp_path)
+
+
+def test_plan_refuses_a_quota_that_is_too_small_and_names_one_that_is_not(
+    run: Run, tmp_path: Path
+) -> None:
+    def under(quota: str) -> Run:
+        return dataclasses.replace(run, capture=dataclasses.replace(run.capture, quota=quota))
+
+    with pytest.raises(UsageError, match="1 KB is too small") as caught:
+        planned(under("1KB"), tmp_path, only_count=True)
+    enough = re.search(r"give at least (\d+) bytes", str(caught.value))
+    assert enough is not None
+    assert "shards at a time" in planned(under(enough[1]), tmp_path, only_count=True)
+    assert not Path(run.store.path).exists()
+    planned(under(enough[1]), tmp_path)
+    store = open_store(run.store.path)
+    assert fixed_bytes(store) + largest_shard_bytes(store) > int(enough[1]) / 2
 
 
 def test_consumers_without_a_quota_are_refused() -> None:
