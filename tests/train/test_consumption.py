@@ -17,7 +17,7 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, Run, StoreConfig
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.configs.status import new_status, write_status
-from dflash_pipeline.store import consumers, drop, rolling
+from dflash_pipeline.store import consumers, drop, paths, rolling
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.release import Releases
 from dflash_pipeline.store.table import claim_order
@@ -340,6 +340,9 @@ def test_the_line_that_comes_next_is_none_that_a_rolling_store_refuses(
         return capfd.readouterr().out.splitlines()[-1]
 
     tiny.capture(train_plan, store, most=2)
+    assert last_line() == "next: dflash capture --target tiny --store hs"
+    # this process stands for a capture that is at work
+    write_status(str(paths.log_directory(store.path)), new_status("capture", 0, "cpu"))
     assert last_line() == "next: dflash train --store hs --epochs 1"
     used = np.ones(len(store.layout.shard_ids()), bool)
     consumers.write_row(store.path, consumers.Consumer(0, "other", "/other", used))
