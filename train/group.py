@@ -31,6 +31,8 @@ _MARGIN_S = 30.0
 _BEAT_EVERY_S = 1.0
 # beats after which a rank that told nothing is taken to have ended
 _LOST_BEATS = 2.5
+# the key under which rank 0 leaves the names of ranks that have ended
+_ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Group:
         self._waits_since: float | None = None
         self._beat_time = time.time()
         self._told_at = -_BEAT_EVERY_S
+        self._heard = ""
         self._facts: Facts | None = None
         if place.world == 1:
             return
@@ -129,6 +132,8 @@ class Group:
             f"beat/{self.rank}",
             f"{self._step} {self._beat_time} {int(self.is_waiting)} {time.time()}",
         )
+        # kept here: the store ends with rank 0, which may end before this rank sees why
+        self._heard = self._heard or self.told(_ENDED) or ""
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for work on the device, at most `timeout_s`. ValueError naming missing ranks."""
@@ -196,7 +201,7 @@ class Group:
 
     def _ended(self) -> str:
         if not self._store_answers():
-            return "rank 0, which holds the key-value store of all,"
+            return self._heard or "rank 0, which holds the key-value store of all,"
         before = {rank: self._last_beat(rank) for rank in self._others()}
         # all that are there tell of themselves meanwhile
         time.sleep(_LOST_BEATS * _BEAT_EVERY_S)
@@ -206,8 +211,11 @@ class Group:
             if self._last_beat(rank).told_time == last.told_time
         ]
         if self.rank == 0:
-            # the others ask this rank's key-value store the same
-            time.sleep(_BEAT_EVERY_S)
+            if ended:
+                with contextlib.suppress(RuntimeError):  # where torchrun's store is gone
+                    self.tell(_ENDED, ", ".join(ended))
+            # the others ask this rank's key-value store the same, or hear it with their next beat
+            time.sleep(_LOST_BEATS * _BEAT_EVERY_S)
         return ", ".join(ended) or "another rank"
 
     def _store_answers(self) -> bool:

@@ -20,9 +20,9 @@ pack)
 install)
   python3 -m pip install -q --no-index --no-deps "$folder"/*.whl
   # the tests import the tree, not the wheel
-  mkdir -p /tmp/dflash-tree
-  ln -sfn "$root" /tmp/dflash-tree/dflash_pipeline
-  echo "export PYTHONPATH=/tmp/dflash-tree PYTORCH_ALLOC_CONF=expandable_segments:True"
+  tree="$(mktemp -d)"
+  ln -s "$root" "$tree/dflash_pipeline"
+  echo "export PYTHONPATH=$tree PYTORCH_ALLOC_CONF=expandable_segments:True"
   ;;
 *)
   echo "usage: offline.sh pack|install FOLDER" >&2
