@@ -101,18 +101,24 @@ def rename(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def write_aside(path: Path, data: Any) -> Path:
-    """Write and sync the file that shall become `path`; returns its temporary name."""
-    temporary = temporary_name(path)
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+def create(path: Path, data: Any) -> None:
+    """Write and sync a file that is not there yet. FileExistsError where it is: of several who
+    write it, one alone does."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     try:
         write_all(descriptor, data, 0)
         os.fdatasync(descriptor)
     except BaseException:
-        temporary.unlink()
+        path.unlink()
         raise
     finally:
         os.close(descriptor)
+
+
+def write_aside(path: Path, data: Any) -> Path:
+    """Write and sync the file that shall become `path`; returns its temporary name."""
+    temporary = temporary_name(path)
+    create(temporary, data)
     return temporary
 
 

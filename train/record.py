@@ -48,7 +48,12 @@ def begin(out: Path, run: Run, roots: Sequence[Root], resume: bool) -> None:
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("dflash-pipeline", "torch", "numpy")},
     }
-    durable.write_durably(out / RUN_FILE, json.dumps(content, indent=2).encode())
+    try:
+        # not renamed to its name: a rename would replace the record of who came first
+        durable.create(out / RUN_FILE, json.dumps(content, indent=2).encode())
+    except FileExistsError:
+        raise UsageError(_at_work(out)) from None
+    durable.sync(out)
 
 
 def check_same(out: Path, run: Run, roots: Sequence[Root] | None) -> None:

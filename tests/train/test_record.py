@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,36 @@ def test_a_run_has_one_process_that_writes_it(
 
     monkeypatch.setattr(record.durable, "lock", without_locks)
     record.check_free(out)
+
+
+def test_of_starts_at_the_same_moment_one_alone_begins(
+    whole_store: Store, train_run: Callable[..., Run], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """All have seen an empty OUT before the first of them writes."""
+    num_starts, out, create = 4, tmp_path / "out", record.durable.create
+    all_have_looked = threading.Barrier(num_starts)
+
+    def waits(path: Path, data: bytes) -> None:
+        all_have_looked.wait(30)
+        create(path, data)
+
+    monkeypatch.setattr(record.durable, "create", waits)
+    runs = [train_run(seed=seed) for seed in range(num_starts)]
+
+    def start(run: Run) -> str:
+        try:
+            record.begin(out, run, [whole_store.root], resume=False)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(num_starts) as starts:
+        told = list(starts.map(start, runs))
+    assert told.count("") == 1
+    refused = [one for one in told if one]
+    assert all(one.startswith(f"another process trains into {out}") for one in refused)
+    record.check_same(out, runs[told.index("")], [whole_store.root])
+    assert [path.name for path in out.iterdir()] == ["run.json"]
 
 
 def test_a_run_that_another_process_writes_is_not_gone_on_with(
