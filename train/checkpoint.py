@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,21 @@ from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.tensorfile import write_tensors
 
 _STATE = "state"
+_PROGRESS = "state.json"
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """Where a run is, and what it has reached."""
 
     step: int
     """Optimizer steps done."""
     position: Position
+    schedule_step: int
+    """Steps of the learning rate's schedule done: `step`, unless the number of ranks changed."""
+    num_steps: int
+    """All steps of the schedule, by the plan for this number of ranks."""
     best_tau: float
     """Of the best validation so far; 0: none."""
     best_step: int
@@ -45,6 +50,30 @@ class Progress:
     """Of the last validation that counted as a gain (train.min_gain)."""
     num_stale: int
     """Validations since then."""
+    validated_step: int
+    """Of the last validation; -1: none."""
+
+
+def at_the_beginning(num_steps: int) -> Progress:
+    """Of a run that is planned to take so many steps."""
+    return Progress(
+        step=0,
+        position=Position(0, 0, 0),
+        schedule_step=0,
+        num_steps=num_steps,
+        best_tau=0.0,
+        best_step=0,
+        plateau_tau=0.0,
+        num_stale=0,
+        validated_step=-1,
+    )
+
+
+def replanned(progress: Progress, num_steps: int) -> Progress:
+    """The same for a plan of `num_steps`, which differs for another number of ranks: as large a
+    share of the schedule is done, so that the learning rate goes on where it was."""
+    done = round(progress.schedule_step * num_steps / progress.num_steps)
+    return replace(progress, schedule_step=done, num_steps=num_steps)
 
 
 def step_directory(out: Path, step: int) -> Path:
@@ -75,7 +104,7 @@ def save(
         write_zlab(aside, shape, masters, trained_on)
         folder.mkdir()
         write_tensors(folder / "state.safetensors", state, {})
-        _write_json(folder / "state.json", asdict(progress))
+        _write_json(folder / _PROGRESS, asdict(progress))
         for path in (folder, aside):
             durable.sync(path)
     except BaseException:
@@ -96,6 +125,11 @@ def save(
     return final
 
 
+def tell(out: Path, progress: Progress) -> None:
+    """Let the checkpoint of `progress.step`, which is there, tell what has been reached since."""
+    _write_json(step_directory(out, progress.step) / _STATE / _PROGRESS, asdict(progress))
+
+
 def load(path: Path, device: torch.device) -> tuple[Progress, dict[str, Tensor]]:
     """`state/` of a checkpoint; restores torch's CPU generator.
 
@@ -103,7 +137,7 @@ def load(path: Path, device: torch.device) -> tuple[Progress, dict[str, Tensor]]
     """
     folder = path / _STATE
     try:
-        entry = json.loads((folder / "state.json").read_bytes())
+        entry = json.loads((folder / _PROGRESS).read_bytes())
         progress = Progress(**entry | {"position": Position(**entry["position"])})
         tensors = load_file(folder / "state.safetensors", device=str(device))
         generator = tensors.pop("rng").cpu()

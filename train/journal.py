@@ -59,11 +59,12 @@ class Journal:
         run: Run,
         stores: Sequence[Store],
         samples: Catalog,
-        num_steps: int,
+        last_step: int,
         clock: Clock,
     ) -> None:
+        """`last_step`: of the run, by its plan."""
         self._log, self._group, self._run = log, group, run
-        self._stores, self._samples, self._num_steps = stores, samples, num_steps
+        self._stores, self._samples, self._last_step = stores, samples, last_step
         self._out, self._clock = out, clock
         self.speed = Speed(group.world)
         self._drawn: list[tuple[int, Draw]] = []
@@ -201,7 +202,7 @@ class Journal:
         }
         shown = {"slot1": summary.accuracy_by_slot[0]}
         shown |= {short: numbers[name] for short, name in _SHOWN.items() if name in numbers}
-        self._log.progress(step, max(self._num_steps, step), "steps", **shown)
+        self._log.progress(step, max(self._last_step, step), "steps", **shown)
         if self._group.rank == 0:
             self._log.metrics(plain, self._out / "metrics.jsonl")
         if self._board is not None:

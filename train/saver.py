@@ -41,7 +41,7 @@ class Saver:
         """
         self._out, self._shape, self._keep = out, shape, keep
         self._trained_on = trained_on
-        self._saved_step = -1
+        self._saved: Progress | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # pinning gigabytes takes seconds, and the first checkpoint is far
         self._made = self._thread.submit(_HostCopy, state)
@@ -50,9 +50,9 @@ class Saver:
         for left in out.glob(".*step-*"):
             shutil.rmtree(left)
 
-    def found(self, step: int) -> None:
+    def found(self, progress: Progress) -> None:
         """The checkpoint of this step is on disk already: the run goes on from it."""
-        self._saved_step = step
+        self._saved = progress
 
     def save(
         self,
@@ -61,19 +61,22 @@ class Saver:
         is_best: bool,
         told: Callable[[], None],
     ) -> None:
-        """Take a copy of `state` now and write it soon; once a step. `is_best`: OUT/best, too.
+        """Take a copy of `state` now and write it soon; once a step, of which `progress` alone may
+        come again, after a validation. `is_best`: OUT/best, too.
 
         `told` is called in the thread as soon as the checkpoint is durable.
         """
         self.check()
-        if progress.step != self._saved_step:
+        if self._saved is None or progress.step != self._saved.step:
             self._wait()
             copy = self._made.result()
             copy.take(state)
             rng = torch.get_rng_state()
-            self._saved_step = progress.step
             job = self._thread.submit(self._write, copy, progress, rng, told)
             self._pending.append(job)
+        elif progress != self._saved:
+            self._pending.append(self._thread.submit(checkpoint.tell, self._out, progress))
+        self._saved = progress
         if is_best:
             self._pending.append(self._thread.submit(self._point_best, progress.step))
 

@@ -27,7 +27,7 @@ from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.noise import Noise
 from dflash_pipeline.train.optim import Optimizer
-from dflash_pipeline.train.order import Catalog, Position, catalog, planned_steps
+from dflash_pipeline.train.order import Catalog, catalog, planned_steps
 from dflash_pipeline.train.profile import Profiler
 from dflash_pipeline.train.remembered import trained_on
 from dflash_pipeline.train.saver import Saver
@@ -56,8 +56,6 @@ class Training:
     journal: Journal
     saver: Saver | None
     """Rank 0's alone."""
-    num_steps: int
-    """By the plan; what the learning rate is a function of."""
     clock: Clock
     noise: Noise
     profiler: Profiler
@@ -66,7 +64,6 @@ class Training:
     """Set once the order is known."""
     feed_bytes: int = 0
     """What the feed's buffers hold on the device."""
-    validated_step: int = -1
 
     def save(self, is_best: bool) -> None:
         """Have the checkpoint of this step written, once, and OUT/best point to it."""
@@ -167,23 +164,19 @@ def build(
     if group.rank == 0:
         # of several stores all are of one identity
         saver = Saver(out, shape, run.train.keep, optimizer.state(), trained_on(stores[0]))
-    progress = Progress(
-        step=0,
-        position=Position(0, 0, 0),
-        best_tau=0.0,
-        best_step=0,
-        plateau_tau=0.0,
-        num_stale=0,
-    )
+    num_steps = planned_steps(samples, run.train, group.world)
+    progress = checkpoint.at_the_beginning(num_steps)
     found = checkpoint.newest(out) if resume else None
     if found is not None:
         progress, state = checkpoint.load(found, device)
+        progress = checkpoint.replanned(progress, num_steps)
         optimizer.load(state)
         log.say_once(f"going on from {found}")
     if saver is not None and resume:
         checkpoint.trim_metrics(out / "metrics.jsonl", progress.step)
-        saver.found(progress.step)
-    num_steps = planned_steps(samples, run.train, group.world)
+        if found is not None:
+            saver.found(progress)
+    last_step = progress.step + num_steps - progress.schedule_step
     clock = Clock(device)
     return Training(
         run=run,
@@ -196,9 +189,8 @@ def build(
         head=TargetHead.from_store(stores[0], shape, device, dtype),
         optimizer=optimizer,
         metrics=Metrics(shape.block_size, device),
-        journal=Journal(out, log, group, run, stores, samples, num_steps, clock),
+        journal=Journal(out, log, group, run, stores, samples, last_step, clock),
         saver=saver,
-        num_steps=num_steps,
         clock=clock,
         noise=Noise(run.train, group.rank, device),
         profiler=Profiler(run.train.profile, out, group.rank, device, log.say),

@@ -30,10 +30,12 @@ def validate(training: Training, beat: Callable[[int], None]) -> None:
     """
     with training.clock.stage("validate"):
         tau, num_cycles = _replayed(training, beat)
+    step = training.progress.step
+    training.progress = replace(training.progress, validated_step=step)
     if not num_cycles:
         return
     is_best = tau > training.progress.best_tau
-    training.journal.validated(training.progress.step, tau, num_cycles, is_best)
+    training.journal.validated(step, tau, num_cycles, is_best)
     training.progress = judged(training.progress, tau, training.run.train.min_gain)
     if is_best:
         training.save(is_best=True)
@@ -42,7 +44,6 @@ def validate(training: Training, beat: Callable[[int], None]) -> None:
 def _replayed(training: Training, beat: Callable[[int], None]) -> tuple[float, int]:
     """tau of all ranks, pooled, and its cycles; none where nothing is held out."""
     step, group, stores = training.progress.step, training.group, training.stores
-    training.validated_step = step
     kept = kept_samples([store.table for store in stores], training.run.train)
     # whoever seals waits for a release under way, and none begins after the last commit: what is
     # there once that was seen stays

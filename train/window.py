@@ -35,7 +35,8 @@ def take_step(
             training.metrics,
             clock,
         )
-    lr = learning_rate(step - 1, training.num_steps, training.run.optim)
+    progress = training.progress
+    lr = learning_rate(progress.schedule_step, progress.num_steps, training.run.optim)
     with clock.stage("reduce"):
         votes = optimizer.sum_up(wants_stop())
     with clock.stage("optimizer"):

@@ -83,7 +83,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             training.feed_bytes = feed.device_bytes
             vote = StopVote(group, device)
             is_stopped = _learn(training, feed, order, vote, wish, watchdog)
-            if not is_stopped and training.validated_step != training.progress.step:
+            if not is_stopped and training.progress.validated_step != training.progress.step:
                 validate(training, watchdog.beat)
             training.save(is_best=False)
         if not is_stopped:
@@ -134,7 +134,12 @@ def _learn(
         draw, step = coming, training.progress.step + 1
         training.profiler.before(step)
         lr, votes = take_step(training, feed, draw, step, wish.is_asked)
-        training.progress = replace(training.progress, step=step, position=draw.after)
+        training.progress = replace(
+            training.progress,
+            step=step,
+            position=draw.after,
+            schedule_step=training.progress.schedule_step + 1,
+        )
         journal.note(step, draw)
         training.profiler.after(step)
         if step % config.log_every == 0:

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_pipeline.train.checkpoint import Progress
-from dflash_pipeline.train.order import Position
+from dflash_pipeline.train.checkpoint import at_the_beginning
 from dflash_pipeline.train.saver import Saver
 from dflash_pipeline.train.shape import tensor_shapes
 
@@ -74,7 +73,7 @@ def main() -> None:
         saver._made.result()
         for step in (1, 2, 3):
             begin = time.perf_counter()
-            progress = Progress(step, Position(0, 0, 0), 0.0, 0, 0.0, 0)
+            progress = replace(at_the_beginning(3), step=step)
             saver.save(state, progress, is_best=False, told=lambda: None)
             stall_s = time.perf_counter() - begin
             beside = _ticks(square, lambda _done: not saver._pending[-1].done())

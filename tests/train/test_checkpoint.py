@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,14 @@ def _save(out: Path, shape: DrafterShape, step: int) -> Path:
 
 
 def _progress(step: int) -> Progress:
-    return Progress(step, Position(1, 0, 4), 2.5, step, 2.25, 1)
+    return replace(
+        checkpoint.at_the_beginning(9),
+        step=step,
+        position=Position(1, 0, 4),
+        schedule_step=step + 1,
+        best_tau=2.5,
+        best_step=step,
+    )
 
 
 def test_a_checkpoint_is_servable_and_holds_the_state(tmp_path: Path, shape: DrafterShape) -> None:
@@ -79,6 +87,16 @@ def test_half_a_checkpoint_is_never_taken_for_a_whole_one(
     # the same step once more, as after a resume from step 1
     _save(tmp_path, shape, 2)
     assert sorted(path.name for path in tmp_path.glob(".step-*")) == []
+
+
+def test_another_plan_leaves_the_share_of_the_schedule_that_is_done() -> None:
+    progress = replace(checkpoint.at_the_beginning(1000), step=500, schedule_step=500)
+    assert checkpoint.replanned(progress, 1000) == progress
+    fewer = checkpoint.replanned(progress, 250)
+    assert (fewer.step, fewer.schedule_step, fewer.num_steps) == (500, 125, 250)
+    # on four times the ranks for a while, then on two of them
+    later = replace(fewer, step=560, schedule_step=185)
+    assert checkpoint.replanned(later, 500).schedule_step == 370
 
 
 def test_lines_of_steps_that_come_again_are_dropped(tmp_path: Path) -> None:

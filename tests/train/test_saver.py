@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ import torch
 from torch import Tensor
 
 from dflash_pipeline.train import checkpoint
-from dflash_pipeline.train.checkpoint import Progress
+from dflash_pipeline.train.checkpoint import Progress, at_the_beginning
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.loading import read_checkpoint
-from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.saver import Saver
 from dflash_pipeline.train.shape import DrafterShape
 
@@ -35,7 +35,7 @@ def _state(shape: DrafterShape, seed: int) -> dict[str, Tensor]:
 
 
 def _progress(step: int) -> Progress:
-    return Progress(step, Position(0, 0, step), 0.0, 0, 0.0, 0)
+    return replace(at_the_beginning(9), step=step)
 
 
 def _nothing() -> None:
@@ -94,6 +94,27 @@ def test_a_step_is_written_once_and_may_become_the_best_later(
     assert (tmp_path / "best").readlink() == Path("step-00000003")
 
 
+def test_what_a_later_validation_found_is_told_without_writing_the_step_again(
+    tmp_path: Path, shape: DrafterShape
+) -> None:
+    state, written = _state(shape, 1), replace(_progress(2), best_tau=2.0)
+    judged = replace(written, best_tau=2.5, best_step=2, validated_step=2)
+    saver = Saver(tmp_path, shape, 3, state)
+    saver.save(state, written, False, _nothing)
+    state["step"].fill_(9)
+    saver.save(state, judged, True, _nothing)
+    saver.close()
+    found, tensors = checkpoint.load(tmp_path / "best", torch.device("cpu"))
+    assert (found, float(tensors["step"])) == (judged, 1.0)
+    # the same where the step was on disk already when the run went on from it
+    saver = Saver(tmp_path, shape, 3, state)
+    saver.found(judged)
+    saver.save(state, replace(judged, num_stale=1), False, _nothing)
+    saver.close()
+    found, tensors = checkpoint.load(tmp_path / "last", torch.device("cpu"))
+    assert (found, float(tensors["step"])) == (replace(judged, num_stale=1), 1.0)
+
+
 def test_what_a_checkpoint_allows_is_done_once_it_is_durable_and_not_when_it_failed(
     tmp_path: Path,
     shape: DrafterShape,
@@ -149,10 +170,9 @@ WRITER = """
     from pathlib import Path
     from dataclasses import replace
     import torch
-    from dflash_pipeline.train.checkpoint import Progress, newest
+    from dflash_pipeline.train.checkpoint import at_the_beginning, newest
     from dflash_pipeline.train.drafter import Drafter
     from dflash_pipeline.train.loading import read_checkpoint
-    from dflash_pipeline.train.order import Position
     from dflash_pipeline.train.saver import Saver
 
     torch.set_num_threads(1)
@@ -163,7 +183,7 @@ WRITER = """
     state = {f"master.{name}": tensor.detach() for name, tensor in drafter.named_parameters()}
     saver = Saver(out, drafter.shape, 2, state)
     for step in range(begin, 10_000):
-        progress = Progress(step, Position(0, 0, step), 0.0, 0, 0.0, 0)
+        progress = replace(at_the_beginning(9), step=step)
         saver.save(state, progress, step % 3 == 0, lambda: None)
         print(step, flush=True)
 """

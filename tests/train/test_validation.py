@@ -14,14 +14,13 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run, TrainConfig
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train import validation
-from dflash_pipeline.train.checkpoint import Progress
+from dflash_pipeline.train.checkpoint import Progress, at_the_beginning
 from dflash_pipeline.train.group import Group
-from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.replay import held_out
 from dflash_pipeline.train.tally import Tally
 from dflash_pipeline.train.validation import is_on_plateau, judged
 
-BEGIN = Progress(0, Position(0, 0, 0), 0.0, 0, 0.0, 0)
+BEGIN = at_the_beginning(9)
 
 
 def _after(taus: list[float], min_gain: float) -> Progress:

@@ -188,6 +188,44 @@ def test_a_killed_run_goes_on_bit_by_bit(
     assert [record["step"] for record in records if "loss" in record] == [3, 6, 9, 12]
 
 
+def test_a_run_that_goes_on_with_other_ranks_keeps_to_its_learning_rate(
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the steps on one rank, the other half of the data on two."""
+    run = train_run(epochs=4, log_every=1, save_every=1, dtype="fp32")
+    run = replace(run, optim=replace(run.optim, schedule="linear", warmup=0.0, lr=1.0))
+    before = Journal.note
+
+    def asks(self: Journal, step: int, draw: Draw) -> None:
+        before(self, step, draw)
+        if draw.after.epoch == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note", asks)
+        with pytest.raises(KeyboardInterrupt):
+            worker.main(run, place, NEW)
+    out = tmp_path / "out"
+    num_before = int((out / "last").readlink().name.removeprefix("step-"))
+    devices = Devices(kind="cpu", ids=(0, 1))
+    entry = "dflash_pipeline.train.worker:main"
+    assert launch(entry, run, devices, "train", place.log_dir, AGAIN) == 0
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rates = {record["step"]: record["lr"] for record in records if "loss" in record}
+    assert list(rates) == list(range(1, len(rates) + 1))
+    shares = np.diff(list(rates.values()))
+    # each step on two ranks uses up as much of the schedule as two steps of one
+    np.testing.assert_allclose(shares[: num_before - 1], shares[0])
+    assert rates[num_before + 1] == pytest.approx(rates[num_before] + shares[0], abs=0.05)
+    np.testing.assert_allclose(shares[num_before:], 2 * shares[0], rtol=0.1)
+    # an odd number of batches takes two ranks half a step more each epoch
+    assert 0 < rates[len(rates)] < -4 * shares[num_before]
+
+
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on_bit_by_bit(
     kind: signal.Signals,
@@ -234,6 +272,29 @@ def test_a_plateau_ends_a_run_and_a_validation_repeats_to_the_last_bit(
     assert "ended early, tau has not risen by 0.01 in 3 validations; best" in log
     worker.main(run, place, AGAIN)
     assert (out / "last").readlink() == Path("step-00000008")
+
+
+def test_the_last_validation_of_a_run_is_in_its_last_checkpoint(
+    whole_store: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> None:
+    """Step 4 is saved as every second one, and validated because the run ends there."""
+    run = train_run(max_steps=4, epochs=9, save_every=2, validate_every=3, dtype="fp32")
+    worker.main(run, place, NEW)
+    out = tmp_path / "out"
+
+    def taus() -> list[tuple[int, float]]:
+        records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        return [(record["step"], record["tau"]) for record in records if "tau" in record]
+
+    first = taus()
+    assert [step for step, _ in first] == [3, 4]
+    told = json.loads((out / "last" / "state" / "state.json").read_text())
+    assert told["validated_step"] == 4
+    assert told["best_tau"] == max(tau for _, tau in first)
+    # nothing is left to do, and nothing is measured twice
+    worker.main(run, place, AGAIN)
+    assert taus() == first
+    assert json.loads((out / "last" / "state" / "state.json").read_text()) == told
 
 
 @pytest.mark.parametrize("array", ["hidden", "last"])
