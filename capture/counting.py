@@ -24,6 +24,7 @@ from dflash_pipeline.capture.samples import Conversation, Dropped, hash64, read
 from dflash_pipeline.capture.shapes import extremes, planned_shapes
 from dflash_pipeline.capture.spool import Spool
 from dflash_pipeline.configs.costs import CaptureWork, Mount
+from dflash_pipeline.configs.disk import write_whole, writing
 from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
@@ -123,9 +124,10 @@ def nearest(path: Path) -> Path:
 def keep_table(table: SampleTable, folder: Path) -> None:
     """Leave a table for `train/measure.py`: samples.npz, and names.json beside it."""
     columns: dict[str, Any] = table.columns()
-    np.savez(folder / "samples.npz", **columns)
+    with writing(folder / "samples.npz"):
+        np.savez(folder / "samples.npz", **columns)
     names = {"domains": table.domains, "sources": table.sources}
-    (folder / "names.json").write_text(json.dumps(names))
+    write_whole(folder / "names.json", json.dumps(names).encode())
 
 
 def amounts(num_sequences: int, width: int) -> list[float]:

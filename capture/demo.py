@@ -20,6 +20,7 @@ from typing import Any
 
 from dflash_pipeline.capture import toytext
 from dflash_pipeline.configs import gpus
+from dflash_pipeline.configs.disk import write_whole, writing
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
@@ -115,7 +116,7 @@ def main(_run: Run, place: Place, extra: dict[str, Any]) -> None:
         scores=json.loads((out / "eval.json").read_text(encoding="utf-8")),
         seconds=stages.seconds,
     )
-    (out / "demo.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_whole(out / "demo.json", (json.dumps(summary, indent=2) + "\n").encode())
     draw(out / "demo.png", read_losses(out / "run" / "metrics.jsonl"), summary)
     for line in table(summary):
         log.say(line)
@@ -145,9 +146,9 @@ def prepare(out: Path, target: str, size: Size) -> None:
             for row in toytext.rows(domain, split, count, PROMPT_SEED)
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (out / name).write_text(lines, encoding="utf-8")
+        write_whole(out / name, lines.encode())
     # last: where it stands, the prompts are whole
-    config.write_text(text, encoding="utf-8")
+    write_whole(config, text.encode())
 
 
 class Stages:
@@ -288,4 +289,5 @@ def draw(path: Path, losses: Sequence[tuple[int, float]], summary: Mapping[str, 
     right.set(ylabel="tokens kept a verify cycle")
     right.legend(fontsize=8)
     figure.suptitle(f"dflash demo, target {summary['target']}")
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)

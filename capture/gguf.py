@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dflash_pipeline.capture.gguf_file import read
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.errors import UsageError
 
 # part of the cache's directory name: raise it when the conversion's result changes
@@ -101,11 +103,14 @@ def convert(path: Path, directory: Path, mask_token: str) -> None:
         raise UsageError(
             f"{path}: a llama model needs {error.args[0]!r}, which is absent"
         ) from error
-    save_file(
-        {name: torch.from_numpy(value).to(torch.bfloat16) for name, value in weights.items()},
-        directory / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    rounded = {name: torch.from_numpy(value).to(torch.bfloat16) for name, value in weights.items()}
+    try:
+        save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} cannot be converted into {directory.parent} ({error}): free some space there, "
+            "or set DFLASH_CACHE to another directory"
+        ) from error
     ends = {key: value for key, value in config.items() if key.endswith("_token_id")}
     for name, content in (
         ("config.json", config),
@@ -113,9 +118,8 @@ def convert(path: Path, directory: Path, mask_token: str) -> None:
         ("tokenizer.json", tokenizer),
         ("tokenizer_config.json", settings),
     ):
-        (directory / name).write_text(
-            json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8"
-        )
+        text = json.dumps(content, ensure_ascii=False, indent=1)
+        write_whole(directory / name, text.encode())
 
 
 def _model(

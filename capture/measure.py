@@ -30,6 +30,7 @@ from dflash_pipeline.capture.worker import capture, explained_start, make_ready,
 from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.costs import CPU, CaptureCosts, CaptureWork
 from dflash_pipeline.configs.counts import Counts
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.fit import dot, fitted
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
@@ -61,13 +62,13 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     files = resolve(run.target)
     sampled = Sampled(_MOST_SAMPLED)
     work, table = count(run, files, place, sampled)
-    (folder / "work.json").write_text(json.dumps(asdict(work)))
+    write_whole(folder / "work.json", json.dumps(asdict(work)).encode())
     keep_table(table, folder)
     log.say(f"{work.num_samples:,} samples, {work.num_tokens:,} tokens counted")
     if extra["is_measured"]:
         return
     costs = measure(run, files, place, sampled.conversations, work, import_s, folder, log)
-    (folder / "costs.json").write_text(json.dumps(asdict(costs)))
+    write_whole(folder / "costs.json", json.dumps(asdict(costs)).encode())
 
 
 class _Laps:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_pipeline.capture.pack import BatchIndex, DeviceIndex, PackedRows
+from dflash_pipeline.configs.memory import gib
 
 # torch.cuda's own annotations are partial
 cuda: Any = torch.cuda
@@ -208,12 +208,7 @@ class Offload:
     def __enter__(self) -> Offload:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -304,7 +299,7 @@ class Offload:
             status = cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
             if int(status) != 0:
                 raise ValueError(
-                    f"cannot lock {memory.numel() / 1e9:.1f} GB of host memory (CUDA error "
+                    f"cannot lock {gib(memory.numel()):.1f} GiB of host memory (CUDA error "
                     f"{int(status)}): lower capture.token_budget or capture.host_buffers"
                 )
             self._registered.append(memory)

@@ -46,9 +46,9 @@ from dflash_pipeline.store.stripes import check_named
 from dflash_pipeline.store.table import HELD_OUT
 
 NUM_PREFLIGHT = 8
-# another capture of the same store may be planning; it takes as long as reading all data does
 # what the zarr.json files of a store take, and more
 _METADATA_BYTES = 2**16
+# another capture of the same store may be planning; it takes as long as reading all data does
 _LOCK_WAIT_S = 24 * 3600.0
 # proposed where the data are so few that a smaller share is none of them
 _LARGER_HELDOUT = 0.2
@@ -219,8 +219,8 @@ def count_lines(
         f"{sum(layout.num_shards):,} shards"
     )
     lines.append(
-        f"{per_token:,} bytes a token and {per_last:,} a row of last: {_size(total_bytes)} in all, "
-        f"{' + '.join(_size(mount.free_bytes) for mount in mounts)} free"
+        f"{per_token:,} bytes a token and {per_last:,} a row of last: {size_text(total_bytes)} in "
+        f"all, {' + '.join(size_text(mount.free_bytes) for mount in mounts)} free"
     )
     lines += room_lines(mounts, parse_size(run.capture.quota))
     if quota_bytes := parse_size(run.capture.quota):
@@ -249,7 +249,3 @@ def _counted(
         log.progress(dropped.num_rows, 0, "rows")
         yield conversation
     log.progress(dropped.num_rows, dropped.num_rows, "rows")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

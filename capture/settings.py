@@ -6,12 +6,12 @@ Loads neither torch nor transformers: the command line asks before anything else
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_pipeline.capture.arguments import template_arguments_text
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import GenerateConfig, Run
 
@@ -76,9 +76,8 @@ def claim(out: str, settings: Mapping[str, object]) -> None:
         )
     if found is None or not has_answers:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_name(f"{path.name}.{os.getpid()}")
-        written.write_text(json.dumps(dict(settings), indent=1, sort_keys=True) + "\n")
-        written.replace(path)
+        text = json.dumps(dict(settings), indent=1, sort_keys=True) + "\n"
+        write_whole(path, text.encode())
         return
     _check_same(out, found, settings, sorted(set(found) | set(settings)))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.sizes import size_text
 
 # longer lines are skipped without ever being held in memory
 LONGEST_LINE_BYTES = 8 << 20
@@ -92,7 +93,7 @@ def _line_rows(source: str) -> Iterator[Row]:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not is_whole:
                 num_rows += 1
-                yield Row(number, None, f"line longer than {LONGEST_LINE_BYTES >> 20} MiB")
+                yield Row(number, None, f"line longer than {size_text(LONGEST_LINE_BYTES)}")
             elif line.strip():
                 num_rows += 1
                 yield _parsed(number, line)

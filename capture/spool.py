@@ -15,7 +15,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped, place
 from dflash_pipeline.capture.template import RenderError, render, render_text
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.configs.schema import DataConfig, TargetConfig
 from dflash_pipeline.store.table import (
     HELD_OUT,
@@ -46,8 +46,10 @@ class Spool:
     def __init__(self, directory: Path | None, last_rows: str) -> None:
         """`directory` holds the temporary file; None: tokens are counted, not kept."""
         self._file = tempfile.TemporaryFile(dir=directory) if directory else None  # noqa: SIM115
+        # it has no name
+        self._place = f"{directory}/(a temporary file of tokens)"
         self._last_rows = last_rows
-        self._begin = array("q")
+        self._begin, self._end = array("q"), 0
         self.keys: list[str] = []
         self.domains: list[str] = []
         self._domain_ids: dict[str, int] = {}
@@ -69,12 +71,7 @@ class Spool:
     def __enter__(self) -> Spool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -102,8 +99,11 @@ class Spool:
         for name, value in values.items():
             self.columns[name].append(value)
         if self._file is not None:
-            self._begin.append(self._file.tell())
-            self._file.write(ids_T.astype("<u4").tobytes() + mask_T.tobytes())
+            self._begin.append(self._end)
+            data = ids_T.astype("<u4").tobytes() + mask_T.tobytes()
+            with writing(self._place):
+                self._file.write(data)
+            self._end += len(data)
 
     def column(self, name: str) -> np.ndarray:
         """One column in reading order."""
@@ -114,7 +114,9 @@ class Spool:
         if self._file is None:
             raise ValueError("this spool only counted; it kept no tokens")
         num_tokens = self.columns["num_tokens"][i]
-        self._file.seek(self._begin[i])
+        # what is still buffered is written by the first seek
+        with writing(self._place):
+            self._file.seek(self._begin[i])
         data = self._file.read(5 * num_tokens)
         ids_T = np.frombuffer(data, "<u4", num_tokens)
         return ids_T, np.frombuffer(data, np.uint8, num_tokens, offset=4 * num_tokens)

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_pipeline.capture import toytext
+from dflash_pipeline.configs.disk import write_whole
 
 SEED = 0
 VOCAB_SIZE = 512
@@ -298,9 +299,8 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
     settings = json.loads((out / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings["chat_template"] = CHAT_TEMPLATE
-    (out / "tokenizer_config.json").write_text(
-        json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    write_whole(out / "tokenizer_config.json", text.encode())
     (out / "chat_template.jinja").unlink(missing_ok=True)
 
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from dflash_pipeline.capture.model import TargetFiles, resolve
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
 
@@ -106,10 +108,16 @@ def write_twin(files: TargetFiles, directory: Path) -> int:
                 f"be made, so this family is not supported: {error}"
             ) from error
     _logging.disable_progress_bar()
-    model.save_pretrained(directory)
+    try:
+        model.save_pretrained(directory)
+    except SafetensorError as error:
+        raise ValueError(
+            f"the small target that is tried beforehand cannot be written to {directory} "
+            f"({error}): free some space there, or set TMPDIR to another directory"
+        ) from error
     for name, data in files.files_for_store().items():
         if name != "config.json":
-            (directory / name).write_bytes(data)
+            write_whole(directory / name, data)
     if files.trust_remote_code:
         for path in files.directory.glob("*.py"):
             shutil.copyfile(path, directory / path.name)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import gc
 import importlib
@@ -23,6 +22,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
+from dflash_pipeline.configs import disk
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import from_dict
 from dflash_pipeline.configs.place import Place
@@ -127,9 +127,8 @@ def _load(entry: str) -> Callable[[Run, Place, dict[str, Any]], None]:
 def one_line(error: BaseException) -> str:
     """What a person needs: the text of a ValueError or OSError, else with the type before it."""
     text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        # a failed write does not know its file
-        return f"{text}: free some space where the command writes, then run it again"
+    if isinstance(error, OSError) and disk.is_full(error):
+        return disk.full_text(error)
     if isinstance(error, (ValueError, OSError)) and text:
         return text
     name = type(error).__name__

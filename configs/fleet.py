@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -16,7 +15,8 @@ from typing import Any
 
 import click
 
-from dflash_pipeline.configs import following, gpus, sweep, torchrun
+from dflash_pipeline.configs import following, gpus, sweep, torchrun, training
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import Beside, launch, noted_signals
@@ -78,11 +78,12 @@ def train_variants(
     """
     if torchrun.is_rank():
         raise UsageError("--sweep under torchrun: run the line itself, it starts a process each")
-    entry = "dflash_pipeline.train.worker:main"
     with gpus.reserved(devices, "train", share):
         Path(out).mkdir(parents=True, exist_ok=True)
         click.echo(f"train: {len(variants)} variants -> {out} on {devices}")
-        outcomes, signal = run_variants(entry, variants, devices, Path(out), resume, per_device)
+        outcomes, signal = run_variants(
+            training.ENTRY, variants, devices, Path(out), resume, per_device
+        )
     for text in table(outcomes):
         click.echo(text)
     failed = [one.name for one in outcomes if one.state == "failed"]
@@ -133,9 +134,8 @@ def run_variants(
     ordered = [
         outcomes.get(one.name) or _outcome(one, "not begun", "", 0.0, "") for one in variants
     ]
-    aside = out / f".{RESULT_FILE}"
-    aside.write_text(json.dumps([asdict(one) for one in ordered], indent=1) + "\n")
-    os.replace(aside, out / RESULT_FILE)
+    results = json.dumps([asdict(one) for one in ordered], indent=1) + "\n"
+    write_whole(out / RESULT_FILE, results.encode())
     return ordered, signals[0] if signals else 0
 
 

@@ -21,6 +21,7 @@ from dflash_pipeline.configs.costs import (
     TrainCosts,
     TrainWork,
 )
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
@@ -128,7 +129,7 @@ def predictor(
             "train": _json(folder / "train_costs.json"),
         }
         if measurement:
-            Path(measurement).write_text(json.dumps(known, indent=1) + "\n")
+            write_whole(Path(measurement), (json.dumps(known, indent=1) + "\n").encode())
     return Predictor(
         run,
         work_of(_json(folder / "work.json")),

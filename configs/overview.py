@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from dflash_pipeline.configs.disk import AGAIN
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.screen import duration, progress_line
 from dflash_pipeline.configs.status import ACTIVE, Status, find_runs, places_of
@@ -56,11 +57,10 @@ def lines(found: Found) -> list[str]:
 def remedy(directory: str, found: Found, is_store_open: bool, num_awaited: int = 0) -> str:
     """The last line: what to do, if anything. is_store_open: a store whose shards are not all
     there; num_awaited: training runs that it needs before it releases its first shard."""
-    again = "run the same command again (train: with --resume)"
     statuses = [one for _, one in found]
     num_alive = sum(one.is_alive for one in statuses)
     if any(not one.is_alive and one.state != "done" for one in statuses):
-        return f"once the others have ended, {again}" if num_alive else f"to go on, {again}"
+        return f"once the others have ended, {AGAIN}" if num_alive else f"to go on, {AGAIN}"
     if num_alive:
         todo = "nothing to do"
         if num_awaited:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.status import log_path, read_status, status_path
 
 
@@ -32,7 +33,7 @@ class Before:
             status_path(self.log_dir, self.stage, number).unlink(missing_ok=True)
         for path, content in self.statuses.items():
             if not path.exists():
-                path.write_bytes(content)
+                write_whole(path, content)
         if not self.missing:
             return
         for number in numbers:

@@ -1,4 +1,8 @@
-"""Sizes as people write them: `4TB`, `500 GB`, `1.5TiB`."""
+"""Sizes as people write and read them: `4TB`, `500 GB`, `1.5TiB`.
+
+Told are powers of 1000 of what lies on disks and comes from them; the memory of a machine or a
+device is told in GiB or MiB (`memory.py`), as its own tools do.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,8 @@ def parse_size(text: str) -> int:
 
 def size_text(num_bytes: float) -> str:
     """Three digits and a unit of powers of 1000: `4.21 TB`."""
-    for unit in ("B", "KB", "MB", "GB"):
+    for unit in ("B", "KB", "MB", "GB", "TB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+    return f"{num_bytes:.3g} PB"

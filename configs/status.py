@@ -10,6 +10,8 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from dflash_pipeline.configs.disk import write_whole
+
 # the states of a process that has not ended; then: done, failed, stopped
 ACTIVE = ("starting", "running", "waiting")
 
@@ -101,13 +103,11 @@ def new_status(stage: str, number: int, device: str) -> Status:
 
 
 def write_status(log_dir: str, status: Status) -> None:
-    """Replace the file as a whole, so that a reader never sees half of one."""
+    """Replace the file, its directory made if need be."""
     status.time = time.time()
     path = status_path(log_dir, status.stage, status.number)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(json.dumps(asdict(status)))
-    os.replace(aside, path)
+    write_whole(path, json.dumps(asdict(status)).encode())
 
 
 def read_status(path: Path) -> Status | None:

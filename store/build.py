@@ -30,13 +30,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.store import commit, durable, flatfiles, metadata, paths
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.documents import canonical, kinds
@@ -247,14 +247,8 @@ class StoreBuilder:
     def _write(self, name: str, data: Any) -> None:
         file = self._directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with file.open("wb") as stream:
-                stream.write(memoryview(data).cast("B"))
-        except OSError as error:
-            free = durable.free_bytes(self._directory) / 1e9
-            raise ValueError(
-                f"cannot write {file} ({error.strerror}, {free:.3f} GB free)"
-            ) from error
+        with writing(file), file.open("wb") as stream:
+            stream.write(memoryview(data).cast("B"))
 
     def close(self) -> None:
         """Remove what was not published and let others plan."""
@@ -264,12 +258,7 @@ class StoreBuilder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

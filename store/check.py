@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from dflash_pipeline.configs.mounts import root_of
+from dflash_pipeline.configs.sizes import size_text
 from dflash_pipeline.store import durable, flatfiles, metadata, paths, stripes
 from dflash_pipeline.store.build import remaining_bytes
 from dflash_pipeline.store.calibrationgroup import (
@@ -131,9 +132,7 @@ def _check_store(store: Store, report: Report, deep: bool) -> None:
     needed, free = remaining_bytes(store), stripes.free_bytes(store.path, store.layout)
     # a rolling store is not meant to hold all of it at the same time
     if needed > free and not store.is_rolling:
-        report.notes.append(
-            f"{needed / 1e9:.3f} GB are still to come, {free / 1e9:.3f} GB are free"
-        )
+        report.notes.append(f"{size_text(needed)} are still to come, {size_text(free)} are free")
 
 
 def _metadata_faults(root: Path, documents: Mapping[str, Document]) -> Iterator[str]:
@@ -234,8 +233,8 @@ def main(run: object, place: object, extra: Mapping[str, object]) -> None:
     else:
         for line in (*report.problems, *(f"note: {note}" for note in report.notes)):
             print(line)
-        rate = report.checked_bytes / 1e9 / max(report.wall_s, 1e-9)
-        read = f", {report.checked_bytes / 1e9:.3f} GB at {rate:.2f} GB/s" if report.is_deep else ""
+        rate = size_text(report.checked_bytes / max(report.wall_s, 1e-9))
+        read = f", {size_text(report.checked_bytes)} at {rate}/s" if report.is_deep else ""
         released = f" ({report.num_released} of them released)" if report.num_released else ""
         print(f"{report.num_committed} of {report.num_shards} shards committed{released}{read}")
     fail(report)

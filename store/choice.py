@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dflash_pipeline.configs.memory import gib
+from dflash_pipeline.configs.sizes import size_text
 from dflash_pipeline.store.access import (
     Access,
     Bytes,
@@ -59,7 +61,7 @@ def open_access(
     """
     memory = memory_bytes()
     drops_cache = total_bytes > cached_bytes()
-    sizes = f"{total_bytes / 1e9:.1f} GB of rows, {memory / 1e9:.1f} GB of memory"
+    sizes = f"{size_text(total_bytes)} of rows, {gib(memory):.1f} GiB of memory"
     kept = f"page cache {'dropped after reading' if drops_cache else 'kept'} ({sizes})"
     ways: dict[str, Access] = {
         "read": Plain(drops_cache),
@@ -81,7 +83,7 @@ def open_access(
         return ways["read"]
     chosen = best(trials)
     figures = ", ".join(
-        f"{name} {trial.rate / 1e9:.2f} GB/s and {trial.cpu_s_per_gb:.2f} CPU-s/GB"
+        f"{name} {size_text(trial.rate)}/s and {trial.cpu_s_per_gb:.2f} CPU-s/GB"
         for name, trial in trials.items()
     )
     how = f"{num_threads} threads, {'uncached' if drops_cache else 'cached'} rows"

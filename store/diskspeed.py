@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.store import durable
 
 _BLOCK_BYTES = 1 << 26
@@ -45,15 +47,14 @@ def disk_speed(folders: Sequence[Path]) -> DiskSpeed:
     with ThreadPoolExecutor(_THREADS * len(folders)) as pool:
         with _Trial(folders[0], 1) as alone:
             alone_rate = alone.write(block, _ALONE_S)
-        trials = [
-            _Trial(folder, _THREADS * len(folders)) for folder in folders for _ in range(_THREADS)
-        ]
-        try:
+        with contextlib.ExitStack() as stack:
+            trials = [
+                stack.enter_context(_Trial(folder, _THREADS * len(folders)))
+                for folder in folders
+                for _ in range(_THREADS)
+            ]
             written = list(pool.map(lambda one: one.write(block, _TOGETHER_S), trials))
             read = list(pool.map(lambda one: one.read(_READ_S), trials))
-        finally:
-            for trial in trials:
-                trial.close()
     return DiskSpeed(alone_rate, _by_folder(written), _by_folder(read))
 
 
@@ -73,10 +74,7 @@ class _Trial:
     def __enter__(self) -> _Trial:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the file."""
         os.close(self._descriptor)
         self._path.unlink()
@@ -87,7 +85,8 @@ class _Trial:
         while num_blocks == 0 or (
             self._size + _BLOCK_BYTES <= self._most and time.perf_counter() - begin < seconds
         ):
-            durable.write_all(self._descriptor, block, self._size)
+            with writing(self._path):
+                durable.write_all(self._descriptor, block, self._size)
             self._size += _BLOCK_BYTES
             num_blocks += 1
             if num_blocks % _SYNC_BLOCKS == 0:

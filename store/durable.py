@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from dflash_pipeline.configs.disk import writing
+from dflash_pipeline.configs.sizes import size_text
 
 
 def temporary_name(path: Path) -> Path:
@@ -106,8 +107,9 @@ def create(path: Path, data: Any) -> None:
     write it, one alone does."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     try:
-        write_all(descriptor, data, 0)
-        os.fdatasync(descriptor)
+        with writing(path):
+            write_all(descriptor, data, 0)
+            os.fdatasync(descriptor)
     except BaseException:
         path.unlink()
         raise
@@ -127,11 +129,6 @@ def write_durably(path: Path, data: Any) -> None:
     rename(write_aside(path, data), path)
 
 
-def is_full(error: OSError) -> bool:
-    """Whether an error says that no more can be written here."""
-    return error.errno in _FULL
-
-
 def free_bytes(path: Path) -> int:
     """Bytes that a user may still write on the file system of `path` or its nearest parent."""
     path = path.absolute()
@@ -146,7 +143,7 @@ def check_space(path: Path, needed_bytes: int) -> None:
     free = free_bytes(path)
     if needed_bytes > free:
         raise ValueError(
-            f"no space for {path}: {needed_bytes / 1e9:.3f} GB are needed, {free / 1e9:.3f} GB are "
+            f"no space for {path}: {size_text(needed_bytes)} are needed, {size_text(free)} are "
             "free; free some space, choose another store path, or capture less with --limit"
         )
 

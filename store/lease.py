@@ -19,9 +19,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.consumers import release_lock
 from dflash_pipeline.store.spec import Layout, ShardId
@@ -78,12 +78,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -204,7 +199,8 @@ class Leases:
         self._last_beat_s = time.monotonic()
         held = [[lease.position, lease.generation] for lease in self._held.values()]
         content = {**self._who, "time": time.time(), "num_beats": self._num_beats, "held": held}
-        durable.write_all(self._beat, json.dumps(content).encode().ljust(_BEAT_BYTES), 0)
+        with writing(self._beat_file):
+            durable.write_all(self._beat, json.dumps(content).encode().ljust(_BEAT_BYTES), 0)
 
     def _is_hung(self, position: int, generation: int) -> bool:
         """Whether the holder's file stood still for `hung_s` of OUR clock: hosts' clocks differ."""
@@ -297,12 +293,7 @@ class Leases:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.store import commit, durable, paths
 from dflash_pipeline.store.build import StoreBuilder, plan_lock
@@ -149,7 +150,8 @@ class _Filling:
         file = merged.path / paths.commit_file(new_id)
         file.parent.mkdir(parents=True, exist_ok=True)
         words = commit.pack(record, merged.spec, merged.layout, new_id.bucket)
-        file.write_bytes(words.tobytes())
+        with writing(file):
+            file.write_bytes(words.tobytes())
 
 
 def _bring(
@@ -172,20 +174,22 @@ def _bring(
         else:
             return True
     buffer = np.empty(old.chunk_bytes, np.uint8)
-    reading = os.open(source, os.O_RDONLY)
-    writing = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    original = os.open(source, os.O_RDONLY)
+    copy = os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     try:
         for chunk in range(old.num_present(num_rows)):
             place = chunk * old.chunk_bytes
-            durable.read_all(reading, buffer, place)
+            durable.read_all(original, buffer, place)
             if crc32c(buffer) != int(crcs[chunk]):
                 raise ValueError(f"{source}: chunk {chunk} does not match its checksum")
-            durable.write_all(writing, buffer, place)
+            with writing(target):
+                durable.write_all(copy, buffer, place)
         index = new.index(num_rows)
-        durable.write_all(writing, index, new.file_bytes(num_rows) - len(index))
+        with writing(target):
+            durable.write_all(copy, index, new.file_bytes(num_rows) - len(index))
     finally:
-        os.close(reading)
-        os.close(writing)
+        os.close(original)
+        os.close(copy)
     return False
 
 

@@ -15,12 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dflash_pipeline.configs.counts import Counts
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.screen import PLAIN_EVERY_S, WAITING_EVERY_S, progress_line
 from dflash_pipeline.configs.status import log_path, new_status, write_status
 
 # once a second on screen and disk is as often as anyone looks; a step may take a millisecond
 PROGRESS_EVERY_S = 1.0
+_STAMP = "%Y-%m-%d %H:%M:%S"
 
 
 class RunLog:
@@ -50,10 +52,7 @@ class RunLog:
         with self._lock:
             self._status.text = self._said = text
             write_status(self._place.log_dir, self._status)
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            path = log_path(self._place.log_dir, self._place.stage, self._place.number)
-            with path.open("a") as log:
-                log.write(f"{stamp} {text}\n")
+            self._keep(f"{time.strftime(_STAMP)} {text}")
             if self._pipe is None:
                 self._print(f"[{self._place.rank}] {text}" if self._place.world > 1 else text)
             else:
@@ -68,10 +67,8 @@ class RunLog:
 
     def note(self, text: str) -> None:
         """One line for the log file alone."""
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        path = log_path(self._place.log_dir, self._place.stage, self._place.number)
-        with self._lock, path.open("a") as log:
-            log.write(f"{stamp} {text}\n")
+        with self._lock:
+            self._keep(f"{time.strftime(_STAMP)} {text}")
 
     def state(self, state: str) -> None:
         """`running`, `waiting`, ...: what `dflash status` shows."""
@@ -147,22 +144,22 @@ class RunLog:
         """Append one JSON line; without a path to `metrics.jsonl` beside the log directory."""
         if path is None:
             path = Path(self._place.log_dir).parent / "metrics.jsonl"
-        line = json.dumps(dict(record)) + "\n"
-        with self._lock, path.open("a") as file:
-            file.write(line)
+        with self._lock:
+            _append(path, json.dumps(dict(record)))
 
     def fail(self, text: str) -> None:
         """What went wrong, where the process is about to be ended without an exception."""
         with self._lock:
-            path = log_path(self._place.log_dir, self._place.stage, self._place.number)
-            with path.open("a") as log:
-                log.write(f"error: {text}\n")
+            self._keep(f"error: {text}")
             self._status.state, self._status.error = "failed", text
             write_status(self._place.log_dir, self._status)
             if self._pipe is None:
                 self._print(f"error: {text}")
             else:
                 self._send({"error": text})
+
+    def _keep(self, line: str) -> None:
+        _append(log_path(self._place.log_dir, self._place.stage, self._place.number), line)
 
     def _print(self, line: str) -> None:
         sys.stdout.write(line + "\n")
@@ -176,3 +173,8 @@ class RunLog:
         except OSError:
             # the parent is gone; this process is about to be told so and to end
             self._is_alone = True
+
+
+def _append(path: Path, line: str) -> None:
+    with writing(path), path.open("a") as file:
+        file.write(line + "\n")

@@ -20,7 +20,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_pipeline.store import durable, paths
+from dflash_pipeline.configs.disk import is_full
+from dflash_pipeline.configs.sizes import size_text
+from dflash_pipeline.store import durable, paths, stripes
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commit import Commit, state_codes
 from dflash_pipeline.store.commitlog import write_commit
@@ -331,11 +333,13 @@ def _explained(error: BaseException, shard: _OpenShard) -> BaseException:
     if not isinstance(error, OSError):
         return error
     shard_id, path = shard.lease.shard_id, shard.store.path
-    if durable.is_full(error):
+    if is_full(error):
+        # of a striped store on another mount
+        folder = (path / stripes.shard_folder(shard_id, "hidden")).resolve()
         text = (
-            f"no space left for shard {shard_id} of {path} ({error.strerror}; "
-            f"{durable.free_bytes(path) / 1e9:.3f} GB free): free some and run the same command "
-            "again, committed shards are kept"
+            f"no space left for shard {shard_id} of {path} in {folder} ({error.strerror}; "
+            f"{size_text(durable.free_bytes(folder))} free): free some and run the same command "
+            "again, committed shards are kept, what was written of this one is removed"
         )
     else:
         text = f"shard {shard_id} of {path} cannot be written: {error}"

@@ -21,6 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dflash_pipeline.configs.disk import is_full, write_whole
+from dflash_pipeline.configs.sizes import size_text
 from dflash_pipeline.store import durable
 from dflash_pipeline.train.export import write_zlab
 from dflash_pipeline.train.order import Position
@@ -107,9 +109,15 @@ def save(
         _write_json(folder / _PROGRESS, asdict(progress))
         for path in (folder, aside):
             durable.sync(path)
-    except BaseException:
+    except BaseException as error:
         # on a full disk it would keep the space that the log and the next start need
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError) and is_full(error):
+            raise ValueError(
+                f"no space left for checkpoint {final} ({error.strerror}; "
+                f"{size_text(durable.free_bytes(out))} free now that what was written of it is "
+                "removed): free some, or keep fewer by --set train.keep, then go on with --resume"
+            ) from error
         raise
     if final.exists():
         # the same step again, after a resume from an earlier one
@@ -197,9 +205,7 @@ def trim_metrics(path: Path, step: int) -> None:
                 kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
             continue
-    aside = path.with_name(f".{path.name}")
-    aside.write_bytes(b"".join(kept))
-    os.replace(aside, path)
+    write_whole(path, b"".join(kept))
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import PACKAGED, Run
@@ -171,7 +172,8 @@ def _write(
     aside = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     aside.mkdir()
     try:
-        (aside / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+        with writing(aside / "config.json"):
+            (aside / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
         write_tensors(aside / WEIGHTS, tensors, {"format": "pt"})
         if trained_on:
             told = json.dumps(dict(trained_on), indent=2)

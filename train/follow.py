@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.configs.schema import TrainConfig
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rolling import awaited_text
@@ -251,7 +252,7 @@ class _Following:
         if not is_last and not chosen:
             return None
         segment = Segment(chosen, is_last)
-        with self._path.open("a") as file:
+        with writing(self._path), self._path.open("a") as file:
             file.write(_line(segment) + "\n")
             file.flush()
             os.fsync(file.fileno())

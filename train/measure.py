@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from dflash_pipeline.configs.costs import TrainCosts, TrainWork
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.fit import fitted
 from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import Run, TrainConfig
@@ -54,11 +55,11 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     let_memory_grow(torch.__version__)
     log, folder = RunLog(place), Path(str(extra["folder"]))
     work = count(run, table_of(folder))
-    (folder / "train_work.json").write_text(json.dumps(asdict(work)))
+    write_whole(folder / "train_work.json", json.dumps(asdict(work)).encode())
     if extra["is_measured"]:
         return
     costs = measure(run, place, folder, log)
-    (folder / "train_costs.json").write_text(json.dumps(asdict(costs)))
+    write_whole(folder / "train_costs.json", json.dumps(asdict(costs)).encode())
 
 
 def table_of(folder: Path) -> SampleTable:

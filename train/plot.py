@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.train.report import ALL, Report
 
 
@@ -35,4 +36,5 @@ def draw(path: Path, report: Report) -> None:
     sampled = f", temperature {report.settings['temperature']:g}" if report.is_sampled else ""
     figure.suptitle(f"{report.num_prompts} prompts, {how}{sampled}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
+    with writing(path):
+        figure.savefig(path, dpi=120, format="png")

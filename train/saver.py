@@ -115,7 +115,11 @@ class Saver:
         told()
 
     def _point_best(self, step: int) -> None:
-        checkpoint.point(self._out, "best", checkpoint.step_directory(self._out, step))
+        found = checkpoint.step_directory(self._out, step)
+        if not found.is_dir():
+            # the job before could not write it, and tells so: the best before must stay
+            return
+        checkpoint.point(self._out, "best", found)
         # the best before is an ordinary checkpoint now
         checkpoint.prune(self._out, self._keep)
 

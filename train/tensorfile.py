@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_pipeline.configs.disk import writing
 from dflash_pipeline.store import durable
 
 _NAMES = {
@@ -48,12 +49,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     text += b" " * (-len(text) % _ALIGNMENT)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     try:
-        durable.write_all(descriptor, len(text).to_bytes(8, "little") + text, 0)
-        for name, tensor in ordered:
-            if tensor.nbytes:
-                place = 8 + len(text) + header[name]["data_offsets"][0]
-                plain = tensor.detach().reshape(-1).view(torch.uint8)
-                durable.write_all(descriptor, plain.numpy(), place)
-        os.fsync(descriptor)
+        with writing(path):
+            durable.write_all(descriptor, len(text).to_bytes(8, "little") + text, 0)
+            for name, tensor in ordered:
+                if tensor.nbytes:
+                    place = 8 + len(text) + header[name]["data_offsets"][0]
+                    plain = tensor.detach().reshape(-1).view(torch.uint8)
+                    durable.write_all(descriptor, plain.numpy(), place)
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.published import published, task_of
@@ -41,7 +42,7 @@ def describe(run: Run, place: Place, extra: Mapping[str, object]) -> None:
         "mask_token_id": shape.mask_token_id,
         "block_size": shape.block_size,
     }
-    Path(str(extra["out"])).write_text(json.dumps(values), encoding="utf-8")
+    write_whole(Path(str(extra["out"])), json.dumps(values).encode())
 
 
 def local(name: str) -> Path:

@@ -30,7 +30,8 @@ def test_another_text_is_refused_by_the_schema(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(999, "999 B"), (999.6, "1 KB"), (4.21e12, "4.21 TB"), (0, "0 B")]
+    ("num_bytes", "text"),
+    [(999, "999 B"), (999.6, "1 KB"), (4.21e12, "4.21 TB"), (0, "0 B"), (2.5e15, "2.5 PB")],
 )
 def test_a_size_is_told_in_three_digits(num_bytes: float, text: str) -> None:
     assert size_text(num_bytes) == text

@@ -244,7 +244,10 @@ def test_a_full_disk_is_one_clear_line_and_gives_the_shard_back(
     try:
         with contextlib.suppress(ValueError):
             tiny.put_shard(plan, writer, lease)
-        with pytest.raises(ValueError, match=r"no space left for shard b1/0 .* committed shards"):
+        with pytest.raises(
+            ValueError,
+            match=r"no space left for shard b1/0 of .* in .*b1/hidden/c/0 .* committed shards",
+        ):
             writer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,6 +98,21 @@ def test_another_plan_leaves_the_share_of_the_schedule_that_is_done() -> None:
     # on four times the ranks for a while, then on two of them
     later = replace(fewer, step=560, schedule_step=185)
     assert checkpoint.replanned(later, 500).schedule_step == 370
+
+
+def test_a_full_disk_names_the_checkpoint_and_says_how_to_go_on(
+    tmp_path: Path, shape: DrafterShape
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(
+            ValueError, match=r"checkpoint .*step-00000001 \(File too large; .* free .*--resume"
+        ):
+            _save(tmp_path, shape, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def test_lines_of_steps_that_come_again_are_dropped(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -175,7 +176,7 @@ def test_what_is_read_how_is_said_in_one_line(
         assert feed_access([whole_store], replace(config, io=io), said.append).name in expected
         assert len(said) == 1
         assert said[0].startswith(expected)
-        assert "page cache kept (0.0 GB of rows, " in said[0]
+        assert re.search(r"page cache kept \([\d.]+ [KM]B of rows, [\d.]+ GiB of memory\)", said[0])
 
 
 def test_a_store_without_a_committed_row_is_followed_unmeasured(

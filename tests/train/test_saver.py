@@ -146,6 +146,27 @@ def test_what_a_checkpoint_allows_is_done_once_it_is_durable_and_not_when_it_fai
     assert told == [1]
 
 
+def test_the_best_stays_where_a_better_one_could_not_be_written(
+    tmp_path: Path, shape: DrafterShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = _state(shape, 1)
+    saver = Saver(tmp_path, shape, 1, state)
+    saver.save(state, _progress(1), True, _nothing)
+    saver.save(state, _progress(2), False, _nothing)
+    saver.close()
+
+    def full(*_arguments: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    saver = Saver(tmp_path, shape, 1, state)
+    saver.save(state, _progress(3), True, _nothing)
+    with pytest.raises(OSError, match="No space left"):
+        saver.close()
+    assert (tmp_path / "best").readlink() == Path("step-00000001")
+    assert (tmp_path / "best" / "config.json").is_file()
+
+
 def test_an_error_of_the_writer_reaches_the_next_call(
     tmp_path: Path, shape: DrafterShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
