@@ -21,6 +21,13 @@ os.environ["TQDM_DISABLE"] = "1"
 os.environ.pop("DFLASH_CONFIG", None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of a GPU heeds no warning: there torch, by release and card, warns of itself."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands started by the tests reserve devices here, apart from other runs on the machine."""
