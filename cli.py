@@ -28,6 +28,7 @@ from dflash_pipeline.configs import (
     torchrun,
     training,
 )
+from dflash_pipeline.configs.arrival import await_store
 from dflash_pipeline.configs.docs import field_docs
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.following import end, this_line
@@ -390,13 +391,20 @@ def export(context: click.Context, checkpoint: str, out: str, layout: str) -> in
 @dflash.command()
 @STORE_ARGUMENT
 @click.option("--sample", default="", metavar="KEY|NUMBER", help="Show this sample whole.")
-@click.option("--follow", is_flag=True, help="A line after each change, until the store is sealed.")
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="A line after each change, until the store is sealed; waits for one that a capture plans.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON alone.")
 def inspect(path: str, sample: str, follow: bool, as_json: bool) -> int:
     """Describe a store; never fails on its data."""
-    inputs.check_store(path)
     if follow and sample:
         raise UsageError("--sample shows a sample, --follow the whole store: one at a time")
+    if follow:
+        # stdout is JSON alone
+        await_store(root_of(path), "inspect", True, lambda text: click.echo(text, err=as_json))
+    inputs.check_store(path)
     entry, extra = "dflash_pipeline.store.watch:main", dict[str, object](path=path, json=as_json)
     if not follow:
         entry, extra = "dflash_pipeline.store.describe:main", extra | {"sample": sample}

@@ -20,7 +20,7 @@ STORE_FILE = "zarr.json"
 def need(value: Sequence[str], flag: str, key: str) -> str:
     """The value itself, or UsageError naming both places to set it."""
     if not value:
-        raise UsageError(f"nothing says what {key} is: give {flag}, or set it in dflash.toml")
+        raise UsageError(f"no {flag}: give it, or set {key} in dflash.toml")
     return str(value)
 
 

@@ -28,6 +28,6 @@ def parse_stores(stores: Sequence[str]) -> list[StoreShare]:
             # a colon that belongs to the path
             path, share = text, 1.0
         if not 0 < share <= 1:
-            raise UsageError(f"train.stores holds {text!r}: a share must be in (0, 1]")
+            raise UsageError(f"--store {text}: the share must be in (0, 1], got {share_text}")
         parsed.append(StoreShare(path if colon and path else text, share))
     return parsed

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from dflash_pipeline.configs import inputs, status, torchrun
+from dflash_pipeline.configs import inputs, torchrun
+from dflash_pipeline.configs.arrival import await_store
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.load import RUN_FILE
@@ -19,8 +20,6 @@ from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.configs.stage import run_stage
 
 ENTRY = "dflash_pipeline.train.worker:main"
-# how long a trainer waits for a capture that was started at the same time to be seen at work
-APPEAR_S = 5.0
 
 
 def prepared(context: click.Context, resume: bool) -> tuple[Run, list[str]]:
@@ -30,10 +29,10 @@ def prepared(context: click.Context, resume: bool) -> tuple[Run, list[str]]:
     """
     run = with_samples_listed(context)
     stores = run.train.stores or (run.store.path,)
-    inputs.need(stores[0], "--store DIR", "train.stores")
+    inputs.need(stores[0], "--store DIR", "store.path")
     paths = [root_of(one.path) for one in parse_stores(stores)]
     for path in paths:
-        _await_plan(path, run.train.follow)
+        await_store(path, "train", run.train.follow, click.echo)
     if not run.train.out:
         if resume or torchrun.is_rank():
             why = "--resume" if resume else "under torchrun"
@@ -53,36 +52,6 @@ def with_samples_listed(context: click.Context) -> Run:
         give(context, "train.drop_samples", inputs.listed(run.train.drop_samples, "--drop-sample"))
         run = resolve(context)
     return run
-
-
-def _await_plan(store: Path, follow: bool) -> None:
-    """A capture that was started a moment ago makes its store when it has read all the data.
-
-    UsageError where no capture is at work, or without `follow`.
-    """
-    began, said = time.monotonic(), ""
-    while not store.exists():
-        found = status.find_statuses(store)
-        is_planning = any(one.is_alive for one in found)
-        if not follow or not (is_planning or time.monotonic() - began < APPEAR_S):
-            raise UsageError(_no_store(store, is_planning, [one.error for one in found]))
-        text = f"train: waiting until the capture into {store} has made its plan"
-        if not is_planning:
-            text = f"train: there is no store {store}, waiting {APPEAR_S:g} s for its capture"
-        if text != said:
-            click.echo(text)
-            said = text
-        time.sleep(0.2)
-
-
-def _no_store(store: Path, is_planning: bool, errors: Sequence[str]) -> str:
-    """Why training cannot begin, and what to do."""
-    told = f"there is no store {store}"
-    if is_planning:
-        return f"{told} yet, its capture is still planning: leave --no-follow out to wait for it"
-    if error := next(filter(None, errors), ""):
-        return f"{told}, its capture failed: {error}; start dflash capture again"
-    return f"{told}: write it with dflash capture; train follows it once that has begun"
 
 
 def check_directory(out: str, resume: bool, is_sweep: bool) -> None:

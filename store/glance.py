@@ -55,6 +55,14 @@ def is_at_work(store: str) -> bool:
     return any(one.is_alive for one in find_statuses(root_of(store)))
 
 
+def capture_wait(store: str) -> str:
+    """What the capture into a rolling store waits for; empty: one of its processes is at work, or
+    there is none."""
+    found = [one for one in find_statuses(root_of(store)) if one.is_alive]
+    is_waiting = bool(found) and all(one.state == "waiting" for one in found)
+    return found[0].text if is_waiting and is_rolling(root_of(store)) else ""
+
+
 def lines_of_consumers(directory: str) -> list[str]:
     """A line for each training run that a rolling store waits for; none for anything else. Where
     they cannot be read, why."""

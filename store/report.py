@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_pipeline.configs.screen import duration
 from dflash_pipeline.configs.sizes import size_text
 from dflash_pipeline.store.consumers import consumer_line
 from dflash_pipeline.store.guard import report_lines
+from dflash_pipeline.store.spec import QUANTISED_MODES
 
 
 def render(found: Mapping[str, Any]) -> str:
@@ -47,8 +49,7 @@ def _head(found: Mapping[str, Any]) -> list[str]:
         f"samples {samples['all']} ({samples['held_out']} held out, {samples['readable']} "
         f"readable): " + _counts(samples["domains"]),
         f"tokens {total['committed_tokens']} of {total['tokens']}, {size_text(total['bytes'])}, "
-        f"{total['bytes_per_token']:.0f} bytes a token, {total['ratio_to_bf16']:.2f}x smaller "
-        "than bf16 with `last` of every token",
+        f"{total['bytes_per_token']:.0f} bytes a token{_ratio(identity, total)}",
     ]
     if found["mounts"]:
         lines.insert(1, f"shards lie in it and on {', '.join(found['mounts'])}")
@@ -64,20 +65,31 @@ def _head(found: Mapping[str, Any]) -> list[str]:
 
 
 def progress_text(found: Mapping[str, Any]) -> str:
-    """A line for `describe_progress`."""
+    """A line of `inspect --follow`."""
     total, progress = found["total"], found["progress"]
     rate = f", {_rate(progress)}" if progress["tokens_left"] else ""
+    waiting = f"; the capture waits: {found['waiting']}" if found["waiting"] else ""
     return (
         f"{found['state']}: {total['committed_shards']} of {total['shards']} shards, "
         f"{total['committed_tokens']} of {total['tokens']} tokens, "
-        f"{size_text(total['bytes'])}{rate}"
+        f"{size_text(total['bytes'])}{rate}{waiting}"
     )
 
 
+def _ratio(identity: Mapping[str, Any], total: Mapping[str, Any]) -> str:
+    """What quantising saves; empty as well of a store so small that its indices outweigh that."""
+    is_quantised = not {identity["hidden_mode"], identity["last_mode"]}.isdisjoint(QUANTISED_MODES)
+    if not is_quantised or total["ratio_to_bf16"] <= 1:
+        return ""
+    return f", {total['ratio_to_bf16']:.2f}x smaller than bf16 with `last` of every token"
+
+
 def _rate(progress: Mapping[str, Any]) -> str:
-    eta = progress["eta_s"]
-    left = f"{eta:.0f} s left" if eta is not None else "time left unknown"
-    return f"captured at {progress['tokens_per_s']:.0f} tokens/s, {left}"
+    if progress["eta_s"] is None:
+        # the first shard alone tells no speed
+        return "speed and time left not known yet"
+    left = duration(progress["eta_s"])
+    return f"captured at {progress['tokens_per_s']:,.0f} tokens/s, {left} left"
 
 
 def _buckets(found: Mapping[str, Any]) -> list[str]:

@@ -112,7 +112,7 @@ def type_line(
     # before what is there, which may name the tree under test
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("dflash_pipeline.configs.training.APPEAR_S", 0.0)
+    monkeypatch.setattr("dflash_pipeline.configs.arrival.APPEAR_S", 0.0)
     monkeypatch.chdir(tmp_path / "home")
     for name in ("hs", "x"):
         Path(name).mkdir()
@@ -184,10 +184,29 @@ def test_a_trainer_waits_for_the_plan_of_a_capture_that_lives(
     assert "waiting until the capture into new has made its plan" in ended.out
 
 
+def test_inspect_follow_waits_as_well_and_keeps_json_apart(type_line: Callable[..., Ended]) -> None:
+    ended = type_line("dflash inspect new --follow")
+    assert ended.code == 2
+    assert "there is no store new: write it with dflash capture; inspect follows it" in ended.err
+    write_status("new.logs", new_status("plan", 0, "cpu"))
+
+    def made() -> None:
+        Path("aside").mkdir()
+        Path("aside", "zarr.json").touch()
+        Path("aside").rename("new")
+
+    threading.Timer(0.5, made).start()
+    ended = type_line("dflash inspect new --follow --json")
+    assert ended.code == 0, ended.err
+    assert "inspect: waiting until the capture into new has made its plan" in ended.err
+    assert "waiting" not in ended.out
+    assert [one["entry"] for one in ended.calls] == ["store.watch"]
+
+
 def test_a_trainer_waits_a_moment_for_a_capture_that_was_started_with_it(
     type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_pipeline.configs.training.APPEAR_S", 60.0)
+    monkeypatch.setattr("dflash_pipeline.configs.arrival.APPEAR_S", 60.0)
     planning = new_status("plan", 0, "cpu")
     threading.Timer(0.3, write_status, ("new.logs", planning)).start()
     threading.Timer(1.0, Path("new").mkdir).start()
@@ -294,7 +313,7 @@ def test_eval_asks_a_server_without_a_drafter(type_line: Callable[..., Ended]) -
     assert call["run"]["eval"]["endpoint"] == "http://h/v1"
     ended = type_line("dflash eval --endpoint http://h/v1")
     assert ended.code == 2
-    assert "eval.prompts is: give --prompts FILE" in ended.err
+    assert "no --prompts FILE: give it, or set eval.prompts" in ended.err
 
 
 def test_eval_compares_results_and_drafters(type_line: Callable[..., Ended]) -> None:
@@ -473,9 +492,15 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
             "dflash eval --gpus cpu --drafter x --target toy --prompts no.jsonl",
             "data file no.jsonl does not",
         ),
-        ("dflash eval --gpus cpu --drafter x --prompts b.jsonl", "target.id is: give --target"),
+        (
+            "dflash eval --gpus cpu --drafter x --prompts b.jsonl",
+            "no --target MODEL: give it, or set target.id",
+        ),
         ("dflash eval --gpus cpu --drafter x", "eval needs --prompts to decode, or --store"),
-        ("dflash export x --out o --layout speculators", "what store.path is: give --store DIR"),
+        (
+            "dflash export x --out o --layout speculators",
+            "no --store DIR: give it, or set store.path",
+        ),
         ("dflash eval --gpus cpu --drafter no", "--drafter no: there is no such run, step or"),
         ("dflash eval --gpus cpu --drafter x --store no", "there is no store no"),
         ("dflash capture --gpus cpu --target ./no --data a.jsonl --store s", "no such directory"),
@@ -513,13 +538,19 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
             "dflash eval --gpus cpu --drafter x --store hs --json hs",
             "--json hs is a directory: name a file",
         ),
-        ("dflash capture --gpus cpu --store x --data a", "what target.id is: give --target MODEL"),
-        ("dflash capture --gpus cpu --target toy --data a", "what store.path is: give --store DIR"),
-        ("dflash capture --target toy --store x", "what data.files is: give --data FILE"),
-        ("dflash train --gpus cpu", "what train.stores is: give --store DIR"),
+        (
+            "dflash capture --gpus cpu --store x --data a",
+            "no --target MODEL: give it, or set target.id",
+        ),
+        (
+            "dflash capture --gpus cpu --target toy --data a",
+            "no --store DIR: give it, or set store.path",
+        ),
+        ("dflash capture --target toy --store x", "no --data FILE: give it, or set data.files"),
+        ("dflash train --gpus cpu", "no --store DIR: give it, or set store.path in dflash.toml"),
         ("dflash train --store nowhere", "there is no store nowhere: write it with dflash capture"),
         ("dflash train --store nowhere:0.5", "there is no store nowhere: write it"),
-        ("dflash train --store x:1.5", "'x:1.5': a share must be in (0, 1]"),
+        ("dflash train --store x:1.5", "--store x:1.5: the share must be in (0, 1], got 1.5"),
         ("dflash train --store x --resume", "--resume: name the run directory with --out DIR"),
         ("dflash train --store x --out no --resume", "there is no run directory no"),
         ("dflash train --store x --out b.jsonl", "--out b.jsonl is not a directory: name another"),
@@ -547,7 +578,7 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
             "dflash eval --drafter x --check --endpoint http://h/v1",
             "leave --compare and --endpoint",
         ),
-        ("dflash eval", "what eval.drafter is: give --drafter CHECKPOINT"),
+        ("dflash eval", "no --drafter CHECKPOINT: give it, or set eval.drafter"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(

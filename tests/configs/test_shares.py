@@ -15,5 +15,5 @@ def test_stores_are_parsed_with_their_share() -> None:
         StoreShare("d", 0.5),
         StoreShare("x:y", 1.0),
     ]
-    with pytest.raises(UsageError, match=r"'c:1\.5'.*\(0, 1\]"):
+    with pytest.raises(UsageError, match=r"--store c:1\.5: the share must be in \(0, 1\]"):
         parse_stores(("c:1.5",))

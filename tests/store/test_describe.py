@@ -46,10 +46,23 @@ def test_a_whole_store_is_described(store: Store, plan: Any) -> None:
     json.dumps(found)
 
 
+def test_only_what_quantising_saves_is_called_smaller(store: Store) -> None:
+    """A small bf16 store is larger than its rows: 0.96x smaller, it said."""
+    found = describe(store.path)
+    assert "smaller" not in render(found)
+    found["identity"]["hidden_mode"] = "int4"
+    for ratio, is_told in ((3.42, True), (0.96, False)):
+        found["total"]["ratio_to_bf16"] = ratio
+        assert (f"{ratio:.2f}x smaller than bf16" in render(found)) == is_told
+
+
 def test_a_growing_store_says_how_far_it_is(empty_store: Store) -> None:
     found = describe(empty_store.path)
     assert found["state"] == "growing"
     assert found["progress"]["eta_s"] is None
+    assert "speed and time left not known yet" in render(found)
+    found["progress"] |= {"eta_s": 5025.0, "tokens_per_s": 43210.0}
+    assert "captured at 43,210 tokens/s, 1:23:45 left" in render(found)
     assert found["sample"] is None
 
 
