@@ -208,6 +208,7 @@ def plan(
 
     run = resolve(context)
     store, *_ = capturing.check(run)
+    measuring.check_measurement(context, measurement)
     glance.check_data(run, lambda text: click.echo(text, err=as_json))
     glance.check_capture(run, only_count=True)
     devices, sides = measuring.planned_devices(gpus, capture_gpus, train_gpus)
@@ -289,7 +290,7 @@ def train(
         code = 128 + signal if signal else 0
         return end(code, measured(best), following.resuming(out))
     if torchrun.is_rank():
-        return training.run_rank(run, gpus, resume)
+        return training.run_rank(run, gpus, share_gpu, resume)
     code = training.train(run, stores, devices_of(gpus, share_gpu), share_gpu, resume)
     return end(code, measured(out), following.resuming(out))
 

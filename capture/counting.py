@@ -26,7 +26,6 @@ from dflash_pipeline.capture.spool import Spool
 from dflash_pipeline.configs.costs import CaptureWork, Mount
 from dflash_pipeline.configs.disk import write_whole, writing
 from dflash_pipeline.configs.mounts import split
-from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import durable, stripes
 from dflash_pipeline.store.build import estimate_bytes, shard_bytes
@@ -58,14 +57,15 @@ class Sampled:
 
 
 def count(
-    run: Run, files: TargetFiles, place: Place, sampled: Sampled
+    run: Run, files: TargetFiles, kind: str, num_processes: int, sampled: Sampled
 ) -> tuple[CaptureWork, SampleTable]:
-    """What the whole capture is, and its samples in plan order."""
+    """What the whole capture is on devices of this kind (cuda or cpu), and its samples in plan
+    order. `num_processes` may render at the same time."""
     begin, dropped = time.monotonic(), Dropped()
     with Spool(None, run.store.last_rows) as spool:
         conversations = sampled.through(read(run.data.files, run.data.limit, dropped))
-        fill_checked(spool, run, files, conversations, dropped, place.threads)
-        spec = store_spec(run, files, place.kind, "not read")
+        fill_checked(spool, run, files, conversations, dropped, num_processes)
+        spec = store_spec(run, files, kind, "not read")
         made = arranged(spool, spec, run)
         answers = spool.column("num_anchors")
         num_supervised = spool.num_supervised
@@ -73,7 +73,7 @@ def count(
     table, layout = made.table, made.layout
     by_bucket = planned_shapes(table, layout)
     # nothing is warmed on a CPU
-    warmed = extremes(by_bucket) if place.kind == "cuda" else []
+    warmed = extremes(by_bucket) if kind == "cuda" else []
     token_bytes = spec.num_layers * row_bytes(spec.hidden_mode, spec.hidden_size)
     last_bytes = row_bytes(spec.last_mode, spec.hidden_size) if spec.has_last else 0
     num_tokens = int(table.num_tokens.sum())

@@ -53,7 +53,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     """Count the data of `run`, and measure on this device what its capture costs.
 
     extra: `folder` (where the results go: work.json, the table, costs.json and the small store),
-    `is_measured` (only count).
+    `is_measured` (only count), `kind` (cuda or cpu: where the target will run).
     """
     import_s = process_age_s()
     prepare_torch(place)
@@ -61,7 +61,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     inputs.check_data(run.data.files)
     files = resolve(run.target)
     sampled = Sampled(_MOST_SAMPLED)
-    work, table = count(run, files, place, sampled)
+    work, table = count(run, files, str(extra["kind"]), place.threads, sampled)
     write_whole(folder / "work.json", json.dumps(asdict(work)).encode())
     keep_table(table, folder)
     log.say(f"{work.num_samples:,} samples, {work.num_tokens:,} tokens counted")

@@ -12,7 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_pipeline.configs import gpus
+import click
+
+from dflash_pipeline.configs import gpus, inputs
 from dflash_pipeline.configs.costs import (
     CPU,
     CaptureCosts,
@@ -27,11 +29,12 @@ from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import differences, from_dict, to_dict
 from dflash_pipeline.configs.mounts import split
+from dflash_pipeline.configs.options import refuse_unheeded
 from dflash_pipeline.configs.prediction import Predictor
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.configs.screen import Lines
-from dflash_pipeline.configs.stage import scratch_logs
+from dflash_pipeline.configs.stage import ONE_CPU, scratch_logs
 
 # what a measurement holds for; how much data there are, and where, is counted anew
 _SECTIONS = ("target", "drafter", "loss", "optim", "feed")
@@ -71,16 +74,38 @@ class MeasuringFailed(Exception):
 def measured(
     run: Run, devices: Devices, store: Path, measurement: str, share: bool, lines: Lines
 ) -> Predictor:
-    """`predictor` on the first of the devices, in a folder beside the store, where its disk is."""
+    """`predictor` on the first of the devices, in a folder beside the store, where its disk is.
+
+    Where the file `measurement` is there no device is asked for: nothing is measured on it.
+    """
     first = Devices(devices.kind, devices.ids[: run.target.num_gpus])
-    gpus.check(first, share)
+    if is_kept(measurement):
+        share, held = True, ONE_CPU
+    else:
+        held = first
+        gpus.check(first, share)
     parent = next(folder for folder in store.absolute().parents if folder.is_dir())
     with (
         scratch_logs("plan") as logs,
         scratch("plan", parent) as folder,
-        gpus.reserved(first, "plan", share),
+        gpus.reserved(held, "plan", share),
     ):
         return predictor(run, first, folder, logs, measurement, lines)
+
+
+def is_kept(measurement: str) -> bool:
+    """Whether an earlier plan has left this file."""
+    return bool(measurement) and Path(measurement).exists()
+
+
+def check_measurement(context: click.Context, measurement: str) -> None:
+    """UsageError where the file can neither be used nor be written, or where it is there and the
+    line says how to share the device that nothing is measured on."""
+    if is_kept(measurement):
+        why = f"--measurement {measurement} is there, nothing is measured: leave it out"
+        refuse_unheeded(context, ("--share-gpu",), why)
+    elif measurement:
+        inputs.check_out_file(measurement, "--measurement")
 
 
 def planned_devices(
@@ -113,12 +138,12 @@ def predictor(
     UsageError for a measurement of other settings, MeasuringFailed.
     """
     known = _read_measurement(measurement, run, devices)
-    extra = {"folder": str(folder), "is_measured": known is not None}
-    # counting alone needs no GPU, but its kind of number
+    extra = {"folder": str(folder), "is_measured": known is not None, "kind": devices.kind}
     for stage in ("capture", "train"):
         entry = f"dflash_pipeline.{stage}.measure:main"
-        count = run.target.num_gpus if stage == "capture" else 1
-        shown = Devices(devices.kind, devices.ids[:count])
+        count = run.target.num_gpus if stage == "capture" and known is None else 1
+        # counting needs no GPU, which may be another machine's
+        shown = Devices(devices.kind, devices.ids[:count]) if known is None else ONE_CPU
         code = launch(entry, run, shown, "plan", logs, extra, lines, per_process=count)
         if code:
             raise MeasuringFailed(code)
@@ -146,14 +171,14 @@ def work_of(values: Mapping[str, Any]) -> CaptureWork:
 
 def _read_measurement(path: str, run: Run, devices: Devices) -> dict[str, Any] | None:
     """An earlier measurement of the same settings on such devices; None: there is no such file."""
-    if not path or not Path(path).exists():
+    if not is_kept(path):
         return None
     try:
         found: dict[str, Any] = json.loads(Path(path).read_text())
         before = from_dict(found["run"])
         device = CaptureCosts(**found["capture"]).device
         TrainCosts(**found["train"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"--measurement {path} is no measurement of dflash plan ({error}): name another file"
         ) from error
@@ -168,7 +193,7 @@ def _read_measurement(path: str, run: Run, devices: Devices) -> dict[str, Any] |
     if num_before != num_now:
         different.append(f"a store over {num_before} and {num_now} mounts")
     if (device == CPU) != (devices.kind == "cpu"):
-        different.append(f"measured on {device}, asked of {devices}")
+        different.append(f"measured on {device}, asked of {devices} (--gpus)")
     if different:
         raise UsageError(
             f"--measurement {path} was made with other settings: {'; '.join(different)}. Name a "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dflash_pipeline.configs import child, gpus, refusal
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import place_of
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import log_path, read_status, status_path
@@ -23,6 +24,7 @@ def run_rank(
     entry: str,
     run: Run,
     gpus_text: str,
+    share: bool,
     stage: str,
     log_dir: str,
     extra: Mapping[str, object],
@@ -30,20 +32,36 @@ def run_rank(
     """Call `entry` in this process, which from here on sees its own GPU alone.
 
     Returns the exit code. The traceback goes to the rank's log, one line to the terminal.
+    UsageError where its GPU is not there or, unless `share`, in use.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    devices = gpus.parse(gpus_text)
-    if devices.kind == "cuda":
-        if local_rank >= len(devices.ids):
-            raise UsageError(
-                f"torchrun started local rank {local_rank}, but there are only {devices}: lower "
-                "--nproc-per-node"
-            )
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus.device_name(devices.ids[local_rank])
+    own = _own(gpus.parse(gpus_text), local_rank)
+    gpus.check(own, share)
+    with gpus.reserved(own, stage, share):
+        if own.kind == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus.device_name(own.ids[0])
+        return _call(entry, run, own.kind, stage, log_dir, extra)
+
+
+def _own(devices: Devices, local_rank: int) -> Devices:
+    """The device of a rank; plain CPU workers have no numbers."""
+    if devices.kind == "cpu" and not gpus.gpus_are_cpu():
+        return devices
+    if local_rank >= len(devices.ids):
+        raise UsageError(
+            f"torchrun started local rank {local_rank}, but there are only {devices}: lower "
+            "--nproc-per-node"
+        )
+    return Devices(devices.kind, (devices.ids[local_rank],))
+
+
+def _call(
+    entry: str, run: Run, kind: str, stage: str, log_dir: str, extra: Mapping[str, object]
+) -> int:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # the other nodes have cores of their own
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    place = place_of(devices.kind, world, rank, stage, log_dir, rank, "env://", num_here)
+    place = place_of(kind, world, rank, stage, log_dir, rank, "env://", num_here)
     before = refusal.before(log_dir, stage)
     Path(log_dir).mkdir(parents=True, exist_ok=True)
     log = log_path(log_dir, stage, rank)

@@ -83,6 +83,7 @@ def train(run: Run, stores: Sequence[str], devices: Devices, share: bool, resume
     return run_stage(ENTRY, run, devices, "train", f"{out}/logs", {"resume": resume}, share)
 
 
-def run_rank(run: Run, gpus: str, resume: bool) -> int:
+def run_rank(run: Run, gpus: str, share: bool, resume: bool) -> int:
     """The rank that torchrun started this process as; the exit code."""
-    return torchrun.run_rank(ENTRY, run, gpus, "train", f"{run.train.out}/logs", {"resume": resume})
+    extra, logs = {"resume": resume}, f"{run.train.out}/logs"
+    return torchrun.run_rank(ENTRY, run, gpus, share, "train", logs, extra)

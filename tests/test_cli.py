@@ -1139,6 +1139,12 @@ def test_answers_are_not_captured_into_the_configured_store_of_other_data(
         ("--capture-gpus 0-1", "go together"),
         ("--capture-gpus 0-2 --train-gpus 2-3", "name different GPUs"),
         ("--measurement a.jsonl", "is no measurement of dflash plan"),
+        (
+            "--measurement a.jsonl --share-gpu",
+            "--share-gpu: --measurement a.jsonl is there",
+        ),
+        ("--measurement a.jsonl/m", "--measurement a.jsonl/m: "),
+        ("--measurement x", "is no measurement of dflash plan"),
         ("--price -1", "capture.price must be at least 0"),
     ],
 )

@@ -91,7 +91,7 @@ def _run(folder: Path, name: str) -> Run:
 def _measure(run: Run, here: Path, is_measured: bool) -> None:
     here.mkdir()
     for stage in (capture_measure, train_measure):
-        extra: dict[str, object] = {"folder": str(here), "is_measured": is_measured}
+        extra: dict[str, object] = {"folder": str(here), "is_measured": is_measured, "kind": "cpu"}
         stage.main(run, _place(here.parent / "logs", "plan"), extra)
 
 

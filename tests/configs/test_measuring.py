@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from dflash_pipeline.configs.costs import CPU, CaptureCosts, TrainCosts
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.load import load, to_dict
+from dflash_pipeline.configs.stage import ONE_CPU
 
 CAPTURE = CaptureCosts(
     device=CPU,
@@ -76,13 +78,40 @@ def test_what_was_measured_on_a_cpu_foretells_nothing_of_gpus(tmp_path: Path) ->
 def test_other_data_or_more_epochs_are_only_counted(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extras = []
+    launches: list[tuple[Any, Any]] = []
 
     def launched(*arguments: object, **_keywords: object) -> int:
-        extras.append(arguments[5])
+        launches.append((arguments[2], arguments[5]))
         return 7
 
     monkeypatch.setattr(measuring, "launch", launched)
     with pytest.raises(measuring.MeasuringFailed, match="exit code 7"):
         _used(tmp_path, [setting], Devices("cpu", (0,)))
-    assert extras == [{"folder": str(tmp_path), "is_measured": True}]
+    extra = {"folder": str(tmp_path), "is_measured": True, "kind": "cpu"}
+    assert launches == [(ONE_CPU, extra)]
+
+
+def test_a_kept_measurement_of_gpus_asks_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine that plans need not be the one that was measured."""
+    monkeypatch.setattr("dflash_pipeline.configs.gpus._all_gpus", list)
+    launches: list[tuple[Any, Any]] = []
+
+    def launched(*arguments: object, **_keywords: object) -> int:
+        launches.append((arguments[2], arguments[5]))
+        return 7
+
+    monkeypatch.setattr(measuring, "launch", launched)
+    run = load("toy", ["store.path=a"], {})
+    costs = {"capture": {**asdict(CAPTURE), "device": "a GPU"}, "train": asdict(TRAIN)}
+    file = tmp_path / "measurement.json"
+    file.write_text(json.dumps({"run": to_dict(run), **costs}))
+    devices = Devices("cuda", (0, 1, 2, 3))
+    with pytest.raises(measuring.MeasuringFailed, match="exit code 7"):
+        measuring.measured(run, devices, tmp_path / "a", str(file), False, io.StringIO())
+    (device, extra), *_ = launches
+    assert (device, extra["kind"], extra["is_measured"]) == (ONE_CPU, "cuda", True)
+    # without it, the first of them is measured
+    with pytest.raises(UsageError, match="--gpus 0: there is no such GPU"):
+        measuring.measured(run, devices, tmp_path / "a", "", False, io.StringIO())
