@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from transformers import (
@@ -248,7 +249,8 @@ class _Teller(StoppingCriteria):
             is_padding_BT = is_end_BT.cumsum(1) > is_end_BT.long()
             self._tell(int((~is_padding_BT).sum()))
             self._told_at = time.monotonic()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+        go_on_B = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return cast("torch.BoolTensor", go_on_B)
 
 
 class _Finite(LogitsProcessor):
@@ -279,7 +281,7 @@ class _Noise(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         noise_BV = gumbel(self._seeds, self._step, scores.shape[-1], scores.device)
         self._step += 1
-        return scores + noise_BV  # type: ignore[return-value]
+        return cast("torch.FloatTensor", scores + noise_BV)
 
 
 def gumbel(seeds: Sequence[int], step: int, vocab_size: int, device: torch.device) -> torch.Tensor:

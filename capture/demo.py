@@ -22,6 +22,7 @@ from dflash_pipeline.capture import toytext
 from dflash_pipeline.configs import gpus
 from dflash_pipeline.configs.disk import write_whole, writing
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.runlog import RunLog
@@ -113,7 +114,7 @@ def main(_run: Run, place: Place, extra: dict[str, Any]) -> None:
         target,
         total=found["total"],
         losses=read_losses(out / "run" / "metrics.jsonl"),
-        scores=json.loads((out / "eval.json").read_text(encoding="utf-8")),
+        scores=read_object(out / "eval.json"),
         seconds=stages.seconds,
     )
     write_whole(out / "demo.json", (json.dumps(summary, indent=2) + "\n").encode())

@@ -13,6 +13,7 @@ from typing import Any
 from dflash_pipeline.capture.arguments import template_arguments_text
 from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.schema import GenerateConfig, Run
 
 
@@ -26,12 +27,9 @@ def recorded(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text())
+        return read_object(path)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and its answers") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged (no JSON object): remove it and its answers")
-    return found
 
 
 def sampling(config: GenerateConfig) -> dict[str, object]:

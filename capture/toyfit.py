@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_pipeline.capture import toytext
 from dflash_pipeline.configs.disk import write_whole
+from dflash_pipeline.configs.jsonfile import read_object
 
 SEED = 0
 VOCAB_SIZE = 512
@@ -297,7 +298,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     """Hugging Face directory, bf16 weights; the chat template stands in the tokenizer's file."""
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    settings = json.loads((out / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings = read_object(out / "tokenizer_config.json")
     settings["chat_template"] = CHAT_TEMPLATE
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     write_whole(out / "tokenizer_config.json", text.encode())

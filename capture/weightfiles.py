@@ -6,13 +6,13 @@ Weights are only ever read from safetensors; a pickled checkpoint (.bin, .pt) is
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from dflash_pipeline.configs.errors import UsageError, first_line
+from dflash_pipeline.configs.jsonfile import read_object
 
 
 def found(name: str, directory: Path) -> tuple[Path, ...]:
@@ -91,9 +91,6 @@ def _indexed(index: Path) -> list[str]:
 def json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. UsageError where it holds none."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} holds no JSON object")
-    return values
+        raise UsageError(f"{path.parent}: {error}") from error

@@ -5,7 +5,6 @@ Which one a line asks for, whether all that it names is there, and the stages th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import click
 from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.inputs import need
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.options import PLACED, TEMPLATE, refuse_unheeded
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
@@ -142,7 +142,7 @@ def check_path(run: Run, gpus: str, share: bool) -> int:
         entry, told = "dflash_pipeline.train.trust:describe", {"out": str(described)}
         if code := run_stage(entry, run, ONE_CPU, "check", logs, told):
             return code
-        drafter = json.loads(described.read_text(encoding="utf-8"))
+        drafter = read_object(described)
         # what any of its stages is told beside the run
         told_all = {
             "kind": devices.kind,

@@ -5,12 +5,12 @@ The stages check again, with all they know; this spares a person the wait for th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.mounts import root_of
 
 # every store has it, and nothing else does that this package writes
@@ -153,8 +153,7 @@ def check_run_directory(out: str) -> None:
 def _is_store(folder: Path) -> bool:
     """A group of Zarr that is ours; others may hold stores."""
     try:
-        document = json.loads((folder / STORE_FILE).read_bytes())
-        return "dflash" in document["attributes"]
+        return "dflash" in read_object(folder / STORE_FILE)["attributes"]
     except (OSError, ValueError, TypeError, KeyError):
         return False
 

@@ -77,7 +77,8 @@ def from_dict(value: Mapping[str, object]) -> Run:
 
 def to_dict(run: Run) -> Sections:
     """Sections of plain values, fit for JSON."""
-    return json.loads(json.dumps(asdict(run)))  # type: ignore[no-any-return]
+    sections: Sections = json.loads(json.dumps(asdict(run)))
+    return sections
 
 
 def to_toml(run: Run) -> str:

@@ -26,6 +26,7 @@ from dflash_pipeline.configs.costs import (
 from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.load import differences, from_dict, to_dict
 from dflash_pipeline.configs.mounts import split
@@ -150,16 +151,16 @@ def predictor(
     if known is None:
         known = {
             "run": to_dict(run),
-            "capture": _json(folder / "costs.json"),
-            "train": _json(folder / "train_costs.json"),
+            "capture": read_object(folder / "costs.json"),
+            "train": read_object(folder / "train_costs.json"),
         }
         if measurement:
             write_whole(Path(measurement), (json.dumps(known, indent=1) + "\n").encode())
     return Predictor(
         run,
-        work_of(_json(folder / "work.json")),
+        work_of(read_object(folder / "work.json")),
         CaptureCosts(**known["capture"]),
-        TrainWork(**_json(folder / "train_work.json")),
+        TrainWork(**read_object(folder / "train_work.json")),
         TrainCosts(**known["train"]),
     )
 
@@ -174,7 +175,7 @@ def _read_measurement(path: str, run: Run, devices: Devices) -> dict[str, Any] |
     if not is_kept(path):
         return None
     try:
-        found: dict[str, Any] = json.loads(Path(path).read_text())
+        found = read_object(Path(path))
         before = from_dict(found["run"])
         device = CaptureCosts(**found["capture"]).device
         TrainCosts(**found["train"])
@@ -199,9 +200,4 @@ def _read_measurement(path: str, run: Run, devices: Devices) -> dict[str, Any] |
             f"--measurement {path} was made with other settings: {'; '.join(different)}. Name a "
             "file that is not there, and it is measured anew"
         )
-    return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
     return found

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from dflash_pipeline.configs.disk import write_whole
+from dflash_pipeline.configs.jsonfile import read_object
 
 # the states of a process that has not ended; then: done, failed, stopped
 ACTIVE = ("starting", "running", "waiting")
@@ -113,10 +114,10 @@ def write_status(log_dir: str, status: Status) -> None:
 def read_status(path: Path) -> Status | None:
     """One status file; None where it is gone or is not one."""
     try:
-        value = json.loads(path.read_text())
+        value = read_object(path)
     except (OSError, ValueError):
         return None
-    if not isinstance(value, dict) or "stage" not in value or "number" not in value:
+    if "stage" not in value or "number" not in value:
         return None
     names = {one.name for one in fields(Status)}
     return Status(**{name: item for name, item in value.items() if name in names})

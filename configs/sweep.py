@@ -10,7 +10,6 @@ loss.gamma = 4.0
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from dflash_pipeline.configs.effects import changes_of_result, sections
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.load import RUN_FILE, differences, from_dict, load, parse_file
 from dflash_pipeline.configs.schema import Run
 
@@ -90,7 +90,7 @@ def check_same(variant: Variant) -> None:
     """UsageError where a variant that is done was run with other settings than it has now."""
     file = Path(variant.run.train.out) / RUN_FILE
     try:
-        recorded = from_dict(json.loads(file.read_bytes())["run"])
+        recorded = from_dict(read_object(file)["run"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"variant {variant.name} is done, but what it was run with cannot be read from {file} "

@@ -5,9 +5,9 @@ The root names all of it by hash once it is there; see `completion.py` for how i
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.store import paths
 from dflash_pipeline.store.calibration import (
     Calibrated,
@@ -67,7 +67,7 @@ def read_calibration(store: Path, spec: StoreSpec) -> Calibrated:
         return Calibrated()
     file = inside(store, f"{paths.CALIBRATION}/zarr.json")
     try:
-        attributes = json.loads(file.read_bytes())["attributes"]
+        attributes = read_object(file)["attributes"]
         report = attributes.pop("report")
         shapes = {"kept": (spec.num_amax, NUM_KEPT), "centre": (spec.num_amax, spec.hidden_size)}
         arrays = {
@@ -79,6 +79,6 @@ def read_calibration(store: Path, spec: StoreSpec) -> Calibrated:
         wanted = [spec.hidden_mode] * spec.num_layers + [spec.last_mode] * spec.has_last
         if found != wanted or calibration_hash(entries) != spec.calibration_hash:
             raise ValueError("it is not the calibration that identity.calibration_hash names")
-    except (OSError, KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{file}: {error}: the store is damaged") from None
     return Calibrated.of(entries, spec.num_layers, report)

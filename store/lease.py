@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from dflash_pipeline.configs.disk import writing
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.consumers import release_lock
 from dflash_pipeline.store.spec import Layout, ShardId
@@ -207,7 +208,7 @@ class Leases:
         sign = ""
         for file in self._holders.glob("*.json"):
             try:
-                content = json.loads(file.read_bytes())
+                content = read_object(file)
                 if [position, generation] in content["held"]:
                     sign = f"{file.name} {content['num_beats']}"
             except (OSError, ValueError, KeyError, TypeError):

@@ -7,11 +7,11 @@ since has been there, and is not waited for again.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.store import durable, metadata, paths
 from dflash_pipeline.store.consumers import (
     ABOUT_BYTES,
@@ -89,7 +89,7 @@ def gathering_of(store: Path) -> Gathering:
     """What the array of a rolling store says; ValueError if it is damaged."""
     file = _document_file(store)
     try:
-        attributes = json.loads(file.read_bytes())["attributes"]
+        attributes = read_object(file)["attributes"]
         num_consumers = attributes.get("num_consumers", ONE.num_consumers)
         is_over = attributes.get("gathered", ONE.is_over)
         if type(num_consumers) is not int or type(is_over) is not bool or num_consumers < 1:

@@ -87,7 +87,7 @@ def work(task: dict[str, Any]) -> None:
     if task["stage"] == "capture":
         capture_worker.main(run, place, task["extra"])
     else:
-        Journal.note = noting(task["record"])  # type: ignore[method-assign]
+        Journal.note = noting(task["record"])
         train_worker.main(run, place, task["extra"])
 
 

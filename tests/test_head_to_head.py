@@ -61,7 +61,7 @@ class _Store:
 
 def test_a_sample_is_handed_over_row_by_row(tmp_path: Path) -> None:
     store, weight_H = _Store(), torch.rand(16) + 0.5
-    size = write_samples(store, [1, 0], weight_H, tmp_path)  # type: ignore[arg-type]
+    size = write_samples(store, [1, 0], weight_H, tmp_path)
     files = sorted((tmp_path / "hidden_states").iterdir())
     assert [file.name for file in files] == ["hs_0.safetensors", "hs_1.safetensors"]
     assert size == sum(file.stat().st_size for file in files)

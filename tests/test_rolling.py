@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,6 +202,6 @@ def _compare_batches(host: rolling.Host, calm: Store, num_wanted: int) -> None:
     assert num_seen == num_wanted
 
 
-def _tails(host: object) -> str:
-    outputs = [host.output(stage, 0) for stage in ("capture", "train")]  # type: ignore[attr-defined]
+def _tails(host: Any) -> str:
+    outputs = [host.output(stage, 0) for stage in ("capture", "train")]
     return "\n".join(path.read_text()[-2000:] for path in outputs if path.exists())

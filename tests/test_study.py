@@ -285,15 +285,15 @@ class _FakeStore:
 
 
 def test_a_fingerprint_is_of_the_samples_and_not_of_their_order() -> None:
-    one = fingerprint(_FakeStore([0, 1, 2]))  # type: ignore[arg-type]
-    assert fingerprint(_FakeStore([2, 0, 1])) == one  # type: ignore[arg-type]
+    one = fingerprint(_FakeStore([0, 1, 2]))
+    assert fingerprint(_FakeStore([2, 0, 1])) == one
     for changed in (
         {"token_hash": [1, 2, 4]},
         {"split": [1, 0, 1]},
         {"sample_id": [5, 9, 8]},
         {"readable_N": [True, False, True]},
     ):
-        assert fingerprint(_FakeStore([0, 1, 2], **changed)) != one  # type: ignore[arg-type]
+        assert fingerprint(_FakeStore([0, 1, 2], **changed)) != one
 
 
 def test_a_run_that_followed_nothing_is_no_result(
@@ -339,7 +339,7 @@ def test_the_arm_of_bf16_logits_gives_the_loss_its_own_product_and_takes_it_back
         arm_process.worker, "main", lambda *_: seen.append(loss.raw_logits) or 1 / 0
     )
     with pytest.raises(ZeroDivisionError):
-        arm_process.main_with_bf16_logits(None, None, {})  # type: ignore[arg-type]
+        arm_process.main_with_bf16_logits(None, None, {})
     assert seen == [arm_process.bf16_logits]
     assert loss.raw_logits is arm_process._raw_logits
 

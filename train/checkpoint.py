@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_pipeline.configs.disk import is_full, write_whole
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.sizes import size_text
 from dflash_pipeline.store import durable
 from dflash_pipeline.train.export import write_zlab
@@ -145,7 +146,7 @@ def load(path: Path, device: torch.device) -> tuple[Progress, dict[str, Tensor]]
     """
     folder = path / _STATE
     try:
-        entry = json.loads((folder / _PROGRESS).read_bytes())
+        entry = read_object(folder / _PROGRESS)
         progress = Progress(**entry | {"position": Position(**entry["position"])})
         tensors = load_file(folder / "state.safetensors", device=str(device))
         generator = tensors.pop("rng").cpu()

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.train import layout
 from dflash_pipeline.train.remembered import checkpoint_directory, inside, remembered
 from dflash_pipeline.train.shape import DrafterShape
@@ -92,10 +93,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.name} is missing")
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} does not hold a JSON object")
-    return content
+    return read_object(path)
 
 
 def _read_tensors(

@@ -20,6 +20,7 @@ import torch
 from dflash_pipeline.configs.costs import TrainCosts, TrainWork
 from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.fit import fitted
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import Run, TrainConfig
 from dflash_pipeline.configs.shares import StoreShare
@@ -64,7 +65,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
 
 def table_of(folder: Path) -> SampleTable:
     """The table that the capture's part has left."""
-    names = json.loads((folder / "names.json").read_text())
+    names = read_object(folder / "names.json")
     with np.load(folder / "samples.npz") as columns:
         domains, sources = tuple(names["domains"]), tuple(names["sources"])
         return SampleTable(**dict(columns), domains=domains, sources=sources)

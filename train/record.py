@@ -16,6 +16,7 @@ from typing import Any
 
 from dflash_pipeline.configs.effects import changes_of_continuation
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.load import RUN_FILE, from_dict, to_dict
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
@@ -67,7 +68,7 @@ def check_same(out: Path, run: Run, roots: Sequence[Root] | None) -> None:
             f"{out} holds no {RUN_FILE}: there is no run to resume, leave --resume out"
         )
     try:
-        before = json.loads(record.read_bytes())
+        before = read_object(record)
         recorded, records = from_dict(before["run"]), list(before["stores"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(

@@ -6,7 +6,6 @@ Loads no torch: the command line asks as well, before anything else does.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.spec import StoreSpec
 
@@ -50,10 +50,7 @@ def remembered(directory: Path) -> Mapping[str, str]:
     ValueError where the file is damaged.
     """
     file = directory / TRAINED_ON
-    found = json.loads(file.read_text()) if file.is_file() else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{file.name} does not hold a JSON object")
-    return found
+    return read_object(file) if file.is_file() else {}
 
 
 def check_rendering(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.schema import Run
 
 PLAIN, TRAINED, UNTRAINED, LOOKUP = "plain", "trained", "untrained", "lookup"
@@ -41,7 +41,7 @@ def check_comparable(run: Run, path: Path, found: dict[str, Any]) -> None:
 def read_results(path: Path) -> dict[str, Any]:
     """What `--json` wrote. ValueError when it is something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_object(path)
         prompts = found["per_prompt"][TRAINED]
         keys = [one["key"] for one in prompts]
         if len(set(keys)) != len(keys) or not isinstance(found["settings"], dict):
@@ -51,4 +51,4 @@ def read_results(path: Path) -> dict[str, Any]:
             f"{path} is no result of an evaluation with per-prompt counts ({error!r}): write one "
             "with dflash eval --json FILE"
         ) from error
-    return dict(found)
+    return found

@@ -147,8 +147,7 @@ def _check_rope_scaling(scaling: Mapping[str, Any]) -> None:
 
 
 def _check_positive(name: str, value: object) -> None:
-    is_number = isinstance(value, (int, float)) and math.isfinite(value)
-    if not is_number or not value > 0:  # type: ignore[operator]
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.published import published, task_of
 from dflash_pipeline.configs.schema import Run
@@ -64,10 +65,7 @@ def judge(run: Run, place: Place, extra: Mapping[str, object]) -> None:
     published figures of extra["block_size"]. ValueError, after all lines, when one does not hold.
     """
     log = RunLog(place)
-    replayed, decoded = (
-        json.loads(Path(str(extra[name])).read_text(encoding="utf-8"))
-        for name in ("replayed", "decoded")
-    )
+    replayed, decoded = (read_object(Path(str(extra[name]))) for name in ("replayed", "decoded"))
     log.say("gate: passed, the store holds what the target computes")
     faults = check_replay(replayed, decoded, log)
     faults += check_published(run.target.id, int(str(extra["block_size"])), decoded, log)

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,11 +29,11 @@ def _in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def _run(directory: Path, **store: str) -> Run:
+def _run(directory: Path, **store: Any) -> Run:
     return Run(
         target=TargetConfig(id=str(directory), layer_ids=(1, 3)),
         data=DataConfig(files=("data.jsonl",)),
-        store=StoreConfig(path="unused", **store),  # type: ignore[arg-type]
+        store=StoreConfig(path="unused", **store),
     )
 
 

@@ -28,10 +28,10 @@ def test_rows_are_the_same_each_time_and_no_prompt_is_on_both_sides(domain: str)
     assert train == toytext.rows(domain, "train", 50, 1)
     assert train != toytext.rows(domain, "train", 50, 2)
     assert len({row["id"] for row in train + evaluation}) == 70
-    prompts = [str(row["messages"][0]["content"]) for row in train + evaluation]  # type: ignore[index]
+    prompts = [str(row["messages"][0]["content"]) for row in train + evaluation]
     assert len(set(prompts)) == 70
     assert [toytext.is_heldout(prompt) for prompt in prompts] == [False] * 50 + [True] * 20
-    assert all(row["messages"][-1]["role"] == "user" for row in train)  # type: ignore[index]
+    assert all(row["messages"][-1]["role"] == "user" for row in train)
 
 
 def test_asking_for_more_prompts_than_the_templates_hold_is_refused() -> None:

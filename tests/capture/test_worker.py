@@ -282,7 +282,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_its_shard_marked(
     _capture(run)
     store.refresh()
     assert store.is_complete
-    marked = [store.commit_of(i).is_halved for i in store.layout.shard_ids()]  # type: ignore[union-attr]
+    marked = [store.commit_of(i).is_halved for i in store.layout.shard_ids()]
     assert any(marked)
     assert not all(marked)
     (told, *_) = [line for line in capsys.readouterr().out.splitlines() if "halving" in line]

@@ -106,7 +106,7 @@ def test_the_tokenizer_of_the_target_gives_text(tiny: ModuleType, plan: Any, sto
     model = tokenizers.models.WordLevel(vocabulary, unk_token="w0")
     content = tokenizers.Tokenizer(model).to_str().encode()
     found = store.files() | {"tokenizer.json": content}
-    store.files = lambda: found  # type: ignore[method-assign]
+    store.files = lambda: found
     ids = plan.tokens_of(0)[0][:3].tolist()
     decode = decoder_of(store)
     assert decode is not None

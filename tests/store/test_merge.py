@@ -114,7 +114,7 @@ def test_shards_of_one_capacity_become_hard_links(
     assert describe(store.path)["problems"] == []
     assert dict(store.attributes.dropped) == {"empty": 6}
     # it can itself be merged
-    assert len(store.attributes.run["merged"]) == 3  # type: ignore[arg-type]
+    assert len(store.attributes.run["merged"]) == 3
 
 
 def test_shards_of_another_capacity_are_copied_with_a_new_index(

@@ -29,11 +29,11 @@ def main(run: Run, place: Place, extra: dict[str, Any]) -> None:
 
 def main_with_bf16_logits(run: Run, place: Place, extra: dict[str, Any]) -> None:
     """The same, the logits of drafter and target rounded."""
-    loss.raw_logits = bf16_logits  # type: ignore[attr-defined]
+    loss.raw_logits = bf16_logits
     try:
         worker.main(run, place, extra)
     finally:
-        loss.raw_logits = _raw_logits  # type: ignore[attr-defined]
+        loss.raw_logits = _raw_logits
 
 
 def bf16_logits(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:

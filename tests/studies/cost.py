@@ -78,7 +78,7 @@ def costs(size: Size, num_seeds: int, num_gpus: int) -> list[Cost]:
         _number(size, f"train.{name}") for name in ("anchors_per_sample", "batch_anchors")
     )
     steps = _number(size, "train.epochs") * answers * anchors / batch_anchors
-    flop = step_flop(Dimensions(), _step_size(size, per_sample))  # type: ignore[arg-type]
+    flop = step_flop(Dimensions(), _step_size(size, per_sample))
     device_s = flop.total / H200_FLOP_PER_S / EFFICIENCY
     alone_s = 1 / measured["train"]["steps_per_s"]
     runs = num_seeds * (len(objective_arms((0,))) + 1)
@@ -146,8 +146,8 @@ def _number(size: Size, key: str) -> int:
 
 def _bytes(num_tokens: float, num_teachers: float, mode: str) -> float:
     dimensions, kept = Dimensions(), MODES[mode]
-    hidden = len(dimensions.layer_ids) * row_bytes(kept.hidden, dimensions.hidden_size)  # type: ignore[arg-type]
-    last = row_bytes(kept.last, dimensions.hidden_size)  # type: ignore[arg-type]
+    hidden = len(dimensions.layer_ids) * row_bytes(kept.hidden, dimensions.hidden_size)
+    last = row_bytes(kept.last, dimensions.hidden_size)
     return num_tokens * hidden + num_teachers * last
 
 

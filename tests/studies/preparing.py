@@ -65,5 +65,5 @@ def _write_prompts(path: Path, prompts: Path | None, size: Size) -> None:
         return
     split, _, domain = path.stem.partition("_")
     count = size.toy_prompts[split == "eval"]
-    rows = toytext.rows(domain, split, count, TOY_SEED)  # type: ignore[arg-type]
+    rows = toytext.rows(domain, split, count, TOY_SEED)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -88,7 +88,7 @@ def floor_s(target: Target) -> float:
         num_scored=ANCHORS * (BLOCK - 1),
         num_teachers=0,
     )
-    return step_flop(target, size).total / H200_FLOP_PER_S  # type: ignore[arg-type]
+    return step_flop(target, size).total / H200_FLOP_PER_S
 
 
 def step_s(target: Target) -> float:
@@ -99,8 +99,8 @@ def step_s(target: Target) -> float:
 def bytes_per_token(target: Target, mode: str) -> int:
     """Of a store that keeps `last` for every token, which is more than is needed."""
     hidden, last = MODES[mode]
-    features = len(target.layer_ids) * row_bytes(hidden, target.hidden_size)  # type: ignore[arg-type]
-    return features + row_bytes(last, target.hidden_size)  # type: ignore[arg-type]
+    features = len(target.layer_ids) * row_bytes(hidden, target.hidden_size)
+    return features + row_bytes(last, target.hidden_size)
 
 
 def capture_hours(target: Target, samples: int) -> float:

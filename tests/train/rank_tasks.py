@@ -153,7 +153,7 @@ def train(run: Run, place: Place, extra: dict[str, Any]) -> None:
             file.write(json.dumps([draw.epoch, drawn]) + "\n")
         note(self, step, draw)
 
-    window.learn, Journal.note = learns, notes  # type: ignore[method-assign]
+    window.learn, Journal.note = learns, notes
     worker.main(run, place, extra)
 
 

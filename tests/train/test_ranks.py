@@ -176,7 +176,7 @@ class _Texts:
 def test_who_hears_of_rank_0_s_end_last_still_names_the_rank_that_ended_first() -> None:
     group = Group(cpu_place(".", "train"), 8.0)
     group.rank, group.world = 2, 3
-    group._facts = texts = _Texts()  # type: ignore[assignment]
+    group._facts = texts = _Texts()
     group.tell_beat()
     texts.is_gone = True
     assert "lost its connection: rank 0, which holds" in group.lost()

@@ -168,7 +168,7 @@ def test_as_stored_takes_the_calibration_of_the_store_or_asks_for_it(
 ) -> None:
     shape = replace(shape, layer_ids=(3, 5), hidden_size=WIDTH)
     run = Run(store=StoreConfig(path=str(store.path)), eval=EvalConfig(as_stored=True))
-    keywords = decoding._rounding(run, shape).keywords  # type: ignore[attr-defined]
+    keywords = decoding._rounding(run, shape).keywords
     assert keywords["mode"] == store.spec.hidden_mode
     assert len(keywords["calibrations"]) == 2 * bool(store.calibration.hidden)
     int4: Any = replace(run, store=StoreConfig(hidden_mode="int4"))
