@@ -520,13 +520,13 @@ def show_status(directory: str, as_json: bool, drop: str) -> int:
     """Say what the processes of a run, sweep, store or answer file do, or how they ended."""
     if drop and as_json:
         raise UsageError("--drop says in a line what it has done: leave --json out")
+    # of a store over several mounts its own directory
+    directory = str(root_of(directory))
     if drop:
         inputs.check_store(directory)
         extra = {"path": directory, "drop": drop, "json": False}
         code = look("dflash_pipeline.store.drop:main", "status", extra)
         return end(code, f"dflash status {shlex.quote(directory)}")
-    # of a store over several mounts its own directory
-    directory = str(root_of(directory))
     found = overview.found_in(directory)
     if as_json:
         click.echo(overview.json_text(found))

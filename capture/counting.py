@@ -24,7 +24,7 @@ from dflash_pipeline.capture.samples import Conversation, Dropped, hash64, read
 from dflash_pipeline.capture.shapes import extremes, planned_shapes
 from dflash_pipeline.capture.spool import Spool
 from dflash_pipeline.configs.costs import CaptureWork, Mount
-from dflash_pipeline.configs.disk import write_whole, writing
+from dflash_pipeline.configs.disk import nearest, write_whole, writing
 from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import durable, stripes
@@ -32,6 +32,15 @@ from dflash_pipeline.store.build import estimate_bytes, shard_bytes
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import StoreSpec
 from dflash_pipeline.store.table import HELD_OUT, SampleTable
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Arranged):
+    """A plan in memory, and the store that it is of."""
+
+    spec: StoreSpec
+    num_supervised: int
+    """Tokens."""
 
 
 @dataclass(slots=True)
@@ -62,14 +71,9 @@ def count(
     """What the whole capture is on devices of this kind (cuda or cpu), and its samples in plan
     order. `num_processes` may render at the same time."""
     begin, dropped = time.monotonic(), Dropped()
-    with Spool(None, run.store.last_rows) as spool:
-        conversations = sampled.through(read(run.data.files, run.data.limit, dropped))
-        fill_checked(spool, run, files, conversations, dropped, num_processes)
-        spec = store_spec(run, files, kind, "not read")
-        made = arranged(spool, spec, run)
-        answers = spool.column("num_anchors")
-        num_supervised = spool.num_supervised
-    read_s = time.monotonic() - begin
+    conversations = sampled.through(read(run.data.files, run.data.limit, dropped))
+    made = in_memory(run, files, kind, num_processes, conversations, dropped)
+    read_s, spec = time.monotonic() - begin, made.spec
     table, layout = made.table, made.layout
     by_bucket = planned_shapes(table, layout)
     # nothing is warmed on a CPU
@@ -81,21 +85,40 @@ def count(
         num_samples=len(table),
         num_heldout=int((table.split == HELD_OUT).sum()),
         num_tokens=num_tokens,
-        num_supervised=num_supervised,
+        num_supervised=made.num_supervised,
         num_padded=made.plan.num_padded_tokens,
         store_bytes=estimate_bytes(spec, layout, table),
         rows_bytes=token_bytes * num_tokens + last_bytes * int(table.num_teacher.sum()),
-        mounts=mounts_of(run.store.path, spec, made),
+        mounts=mounts_of(run.store.path, made),
         read_s=read_s,
         batches=_sums([amounts(*shape) for shapes in by_bucket for shape in shapes]),
         warm_batches=_sums([amounts(*shape) for shape in warmed]),
-        answer_steps=answer_steps(answers, run.generate.batch_size) * run.generate.samples,
+        answer_steps=answer_steps(table.num_anchors, run.generate.batch_size)
+        * run.generate.samples,
     )
     return work, table
 
 
-def mounts_of(store: str, spec: StoreSpec, made: Arranged) -> list[Mount]:
+def in_memory(
+    run: Run,
+    files: TargetFiles,
+    kind: str,
+    num_processes: int,
+    conversations: Iterable[Conversation],
+    dropped: Dropped,
+) -> Planned:
+    """The plan of the capture as the capture makes it, written nowhere. ValueError where too many
+    rows are unusable."""
+    with Spool(None, run.store.last_rows) as spool:
+        fill_checked(spool, run, files, conversations, dropped, num_processes)
+        spec = store_spec(run, files, kind, "not read")
+        made = arranged(spool, spec, run)
+        return Planned(made.plan, made.layout, made.table, spec, spool.num_supervised)
+
+
+def mounts_of(store: str, made: Planned) -> list[Mount]:
     """What each directory that a store is written as would take, its own first."""
+    spec = made.spec
     paths = [Path(path).absolute() for path in split(store)]
     turns = stripes.elsewhere(made.layout, len(paths))
     needed = [0] * len(paths)
@@ -114,11 +137,6 @@ def mounts_of(store: str, spec: StoreSpec, made: Arranged) -> list[Mount]:
             )
         )
     return found
-
-
-def nearest(path: Path) -> Path:
-    """The path, or what is there of it."""
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def keep_table(table: SampleTable, folder: Path) -> None:

@@ -6,7 +6,6 @@ digit split. Trap: llama.cpp stores the rows of q and k in its interleaved RoPE 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 from dflash_pipeline.capture.gguf_file import read
 from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.store.flatfiles import sha256_of
 
 # part of the cache's directory name: raise it when the conversion's result changes
 CONVERSION = 1
@@ -64,8 +64,7 @@ def converted(path: Path, mask_token: str = "") -> Path:
     """
     if not path.is_file():
         raise UsageError(f"target {path}: no such file")
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = sha256_of(path)
     cache = Path(os.environ.get("DFLASH_CACHE") or Path.home() / ".cache" / "dflash")
     kind = f"{CONVERSION}{'-mask' if mask_token else ''}"
     directory = cache / "gguf" / f"{path.stem}-{digest[:16]}-{kind}"

@@ -19,7 +19,7 @@ from dflash_pipeline.capture import preflight
 from dflash_pipeline.capture.answerer import Answerer
 from dflash_pipeline.capture.answers import dialogues
 from dflash_pipeline.capture.construction import Spent, build_store
-from dflash_pipeline.capture.counting import Sampled, amounts, count, keep_table, nearest
+from dflash_pipeline.capture.counting import Sampled, amounts, count, keep_table
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.shards import BatchTime
@@ -30,7 +30,7 @@ from dflash_pipeline.capture.worker import capture, explained_start, make_ready,
 from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.costs import CPU, CaptureCosts, CaptureWork
 from dflash_pipeline.configs.counts import Counts
-from dflash_pipeline.configs.disk import write_whole
+from dflash_pipeline.configs.disk import nearest, write_whole
 from dflash_pipeline.configs.fit import dot, fitted
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run

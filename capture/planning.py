@@ -12,46 +12,35 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
 
-from dflash_pipeline.capture import preflight, sources, worker
+from dflash_pipeline.capture import preflight, preview, sources, worker
 from dflash_pipeline.capture.arguments import template_arguments_text
 from dflash_pipeline.capture.compiled import SPREAD
 from dflash_pipeline.capture.construction import (
-    arranged,
     build_store,
-    fill_checked,
     store_spec,
 )
 from dflash_pipeline.capture.continuing import DATA_FIELDS, plan_differences, refuse
-from dflash_pipeline.capture.counting import mounts_of
 from dflash_pipeline.capture.donor import donor
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped, read
 from dflash_pipeline.capture.settings import check_generated
-from dflash_pipeline.capture.spool import Spool
 from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.foretold import room_lines
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import CaptureConfig, Run
-from dflash_pipeline.configs.sizes import parse_size, size_text
-from dflash_pipeline.store.build import estimate_bytes, existing, plan_lock, shard_bytes
+from dflash_pipeline.configs.sizes import parse_size
+from dflash_pipeline.store.build import existing, plan_lock
 from dflash_pipeline.store.consumers import release_lock
-from dflash_pipeline.store.quota import check_quota, fixed_bytes, largest_shard_bytes, record_bytes
+from dflash_pipeline.store.quota import check_quota, fixed_bytes, largest_shard_bytes
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rolling import gathering_of, is_rolling, make_rolling
-from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.stripes import check_named
-from dflash_pipeline.store.table import HELD_OUT
 
 NUM_PREFLIGHT = 8
-# what the zarr.json files of a store take, and more
-_METADATA_BYTES = 2**16
 # another capture of the same store may be planning; it takes as long as reading all data does
 _LOCK_WAIT_S = 24 * 3600.0
-# proposed where the data are so few that a smaller share is none of them
-_LARGER_HELDOUT = 0.2
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -80,7 +69,7 @@ def _plan(run: Run, place: Place, extra: dict[str, object], files: TargetFiles) 
     if run.capture.compile and run.target.num_gpus > 1:
         raise UsageError(SPREAD)
     if only_count:
-        for line in count_lines(run, files, kind, place.threads, num_workers):
+        for line in preview.lines(run, files, kind, place.threads, num_workers):
             log.say(line)
         return
     files.check_weights()
@@ -175,71 +164,6 @@ def progress_text(store: Store) -> str:
     shard_ids = store.layout.shard_ids()
     num_done = sum(store.is_committed(shard_id) for shard_id in shard_ids)
     return f"resuming: {num_done} of {len(shard_ids)} shards committed"
-
-
-def count_lines(
-    run: Run, files: TargetFiles, kind: str, num_processes: int, num_workers: int
-) -> list[str]:
-    """What a capture would be: samples, batches, shards, bytes. Writes nothing.
-
-    UsageError where a quota holds no shard for each of `num_workers`.
-    """
-    dropped = Dropped()
-    with Spool(None, run.store.last_rows) as spool:
-        conversations = read(run.data.files, run.data.limit, dropped)
-        fill_checked(spool, run, files, conversations, dropped, num_processes)
-        spec = store_spec(run, files, kind, "not read")
-        made = arranged(spool, spec, run)
-    table, layout, plan = made.table, made.layout, made.plan
-    num_tokens = int(table.num_tokens.sum())
-    num_heldout = int((table.split == HELD_OUT).sum())
-    per_token = spec.num_layers * row_bytes(spec.hidden_mode, spec.hidden_size)
-    per_last = row_bytes(spec.last_mode, spec.hidden_size) if spec.has_last else 0
-    total_bytes = estimate_bytes(spec, layout, table)
-    mounts = mounts_of(run.store.path or ".", spec, made)
-    lines = [f"dropped {line}" for line in dropped.lines()]
-    lines.append(
-        f"{len(table):,} samples ({num_heldout:,} held out), {num_tokens:,} tokens, "
-        f"{spool.num_supervised:,} supervised, layers {list(spec.layer_ids)} of "
-        f"{spec.num_target_layers}"
-    )
-    if not num_heldout and run.data.heldout < _LARGER_HELDOUT:
-        lines.append(
-            "no sample is held out to measure the drafter on: to have some, "
-            f"--set data.heldout={_LARGER_HELDOUT}"
-        )
-    for bucket, bound in enumerate(layout.bucket_bounds):
-        num_samples, num_shards = int((table.bucket == bucket).sum()), layout.num_shards[bucket]
-        lines.append(
-            f"bucket {bucket}: to {bound:,} tokens, {num_samples:,} samples, {num_shards:,} shards"
-        )
-    lines.append(
-        f"{plan.num_batches:,} batches of at most {layout.token_budget:,} tokens, "
-        f"{100 * (1 - num_tokens / plan.num_padded_tokens):.1f} % padding, "
-        f"{sum(layout.num_shards):,} shards"
-    )
-    lines.append(
-        f"{per_token:,} bytes a token and {per_last:,} a row of last: {size_text(total_bytes)} in "
-        f"all, {' + '.join(size_text(mount.free_bytes) for mount in mounts)} free"
-    )
-    lines += room_lines(mounts, parse_size(run.capture.quota))
-    if quota_bytes := parse_size(run.capture.quota):
-        shard_ids = layout.shard_ids()
-        sizes = [shard_bytes(spec, layout, table, shard_id) for shard_id in shard_ids]
-        all_shards = sum(sizes)
-        # from above: what is proposed here must not be refused once the plan is written
-        fixed = total_bytes - all_shards + 2 * record_bytes(spec, layout) + _METADATA_BYTES
-        fixed += sum(len(content) for content in files.files_for_store().values())
-        if files.is_tied:
-            # the head is the embedding, and is written once
-            fixed -= 2 * spec.vocab_size * spec.hidden_size
-        check_quota(quota_bytes, fixed, max(sizes), num_workers, run.store.path or "this capture")
-        room = (quota_bytes - fixed) * len(shard_ids) / all_shards
-        lines.append(
-            f"--quota {size_text(quota_bytes)} holds {min(room, len(shard_ids)):,.0f} of "
-            f"{len(shard_ids):,} shards at a time"
-        )
-    return lines
 
 
 def _counted(

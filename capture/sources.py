@@ -17,6 +17,7 @@ from typing import IO, Any, cast
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.sizes import size_text
+from dflash_pipeline.store.flatfiles import sha256_of
 
 # longer lines are skipped without ever being held in memory
 LONGEST_LINE_BYTES = 8 << 20
@@ -68,14 +69,10 @@ def rows(source: str) -> Iterator[Row]:
 
 def content_hash(source: str) -> str:
     """sha256 of the file's bytes; of a data set, of its name and the library's fingerprint."""
-    digest = hashlib.sha256()
     if source.startswith("hf:"):
-        digest.update(f"{source} {_data_set(source)._fingerprint}".encode())
-        return digest.hexdigest()
-    with Path(source).open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        name = f"{source} {_data_set(source)._fingerprint}"
+        return hashlib.sha256(name.encode()).hexdigest()
+    return sha256_of(Path(source))
 
 
 def _line_rows(source: str) -> Iterator[Row]:

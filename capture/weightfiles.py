@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_pipeline.configs.errors import UsageError, first_line
 from dflash_pipeline.configs.jsonfile import read_object
+from dflash_pipeline.store.flatfiles import sha256_of
 
 
 def found(name: str, directory: Path) -> tuple[Path, ...]:
@@ -45,14 +46,9 @@ def found(name: str, directory: Path) -> tuple[Path, ...]:
 def digest(paths: Sequence[Path]) -> str:
     """sha256 over name and sha256 of each file, in the given order; reads all of them."""
     with ThreadPoolExecutor(max_workers=min(8, len(paths))) as pool:
-        digests = list(pool.map(_file_digest, paths))
+        digests = list(pool.map(sha256_of, paths))
     lines = [f"{path.name} {one}\n" for path, one in zip(paths, digests, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def snapshot(name: str, revision: str | None, *, with_weights: bool) -> Path:

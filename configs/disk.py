@@ -19,6 +19,12 @@ AGAIN = "run the same command again (train: with --resume)"
 """How every stage is gone on with."""
 
 
+def nearest(path: Path) -> Path:
+    """The directory, or the next one above it that is there."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
 def is_full(error: OSError) -> bool:
     """Whether an error says that no more can be written there."""
     return error.errno in _FULL
@@ -51,10 +57,8 @@ def full_text(error: OSError) -> str:
     """One line for a disk, quota or limit that is full (`is_full`)."""
     if not isinstance(error.filename, str):
         return f"{error.strerror}: free some space where the command writes, then {AGAIN}"
-    room = ""
-    # the folder may be gone again: then nobody can say
-    with contextlib.suppress(OSError):
-        room = f"; {size_text(shutil.disk_usage(Path(error.filename).absolute().parent).free)} free"
+    free = size_text(shutil.disk_usage(nearest(Path(error.filename).parent)).free)
     return (
-        f"no space left to write {error.filename} ({error.strerror}{room}): free some, then {AGAIN}"
+        f"no space left to write {error.filename} ({error.strerror}; {free} free): free some, then "
+        f"{AGAIN}"
     )

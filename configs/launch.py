@@ -150,7 +150,7 @@ def place_of(
     num_cores = len(os.sched_getaffinity(0))
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     even = max(1, num_cores // num_sharing)
-    threads = int(wanted) if wanted.isdigit() else even
+    threads = max(1, int(wanted)) if wanted.isdecimal() else even
     return Place(
         rank=rank,
         world=world,

@@ -23,7 +23,7 @@ from dflash_pipeline.configs.costs import (
     TrainCosts,
     TrainWork,
 )
-from dflash_pipeline.configs.disk import write_whole
+from dflash_pipeline.configs.disk import nearest, write_whole
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.jsonfile import read_object
@@ -85,7 +85,7 @@ def measured(
     else:
         held = first
         gpus.check(first, share)
-    parent = next(folder for folder in store.absolute().parents if folder.is_dir())
+    parent = nearest(store.absolute().parent)
     with (
         scratch_logs("plan") as logs,
         scratch("plan", parent) as folder,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -250,8 +251,8 @@ def fail(report: Report) -> None:
         more = "" if len(report.damaged_shards) <= _NAMED_SHARDS else ", ..."
         deep = " --deep" if report.is_deep else ""
         raise ValueError(
-            f"{told}dflash verify{deep} --repair {report.path} uncommits what is damaged (shards "
-            f"{shards}{more}), and the same dflash capture does it again"
+            f"{told}dflash verify{deep} --repair {shlex.quote(report.path)} uncommits what is "
+            f"damaged (shards {shards}{more}), and the same dflash capture does it again"
         )
     if not report.num_shards:
         raise ValueError(f"{told}nothing else was looked at; is that the store's own directory?")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_pipeline.configs.disk import writing
+from dflash_pipeline.configs.disk import nearest, writing
 from dflash_pipeline.configs.sizes import size_text
 
 
@@ -131,10 +131,7 @@ def write_durably(path: Path, data: Any) -> None:
 
 def free_bytes(path: Path) -> int:
     """Bytes that a user may still write on the file system of `path` or its nearest parent."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    status = os.statvfs(path)
+    status = os.statvfs(nearest(path))
     return status.f_bavail * status.f_frsize
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_pipeline.configs.disk import writing
+from dflash_pipeline.configs.disk import nearest, writing
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.store import commit, durable, paths
 from dflash_pipeline.store.build import StoreBuilder, plan_lock
@@ -57,7 +57,8 @@ def merge(
             _check_whole(path, deep=True)
         say(f"{path} is whole" + (", every row was read" if deep else ""))
     plan = merge_plan(stores)
-    device = _device(Path(out))
+    # the file system that it will stand on
+    device = nearest(Path(out).absolute().parent).stat().st_dev
     linked = [one for one in plan.sources if _may_link(stores[one[0]], one[1], plan, device)]
     linked_bytes = sum(_data_bytes(stores[number], shard_id) for number, shard_id in linked)
     first = stores[0]
@@ -191,14 +192,6 @@ def _bring(
         os.close(original)
         os.close(copy)
     return False
-
-
-def _device(out: Path) -> int:
-    """The file system that `out` will stand on."""
-    folder = out.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    return folder.stat().st_dev
 
 
 def _may_link(store: Store, shard_id: ShardId, plan: MergePlan, device: int) -> bool:

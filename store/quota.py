@@ -8,6 +8,7 @@ stay below the quota too.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Set
 from pathlib import Path
 
@@ -116,18 +117,18 @@ class Room:
 
     def _awaited(self) -> str:
         store, path = self._store, self._store.path
-        found = consumers(path, store.layout)
+        found, quoted = consumers(path, store.layout), shlex.quote(str(path))
         if awaited := awaited_text(path, store.layout):
             names = f"; {', '.join(one.name for one in found)} do" if found else ""
             return (
-                f"{awaited}{names}. Start dflash train --store {path} --epochs 1, or run capture "
+                f"{awaited}{names}. Start dflash train --store {quoted} --epochs 1, or run capture "
                 "again with a smaller --consumers"
             )
         behind = [(one, num) for one in found if (num := _num_unused(store, one))]
         if not found:
             return (
-                f"no training run uses them: start dflash train --store {path} --epochs 1, or run "
-                "capture again with a larger --quota"
+                f"no training run uses them: start dflash train --store {quoted} --epochs 1, or "
+                "run capture again with a larger --quota"
             )
         if not behind:
             return "the rest is being written by other workers"
@@ -135,7 +136,8 @@ class Room:
             f"{one.name} ({num} shards to go, {presence_text(path, one)})" for one, num in behind
         )
         return (
-            f"waiting for {named}; to drop a run: dflash status {path} --drop {behind[0][0].name}"
+            f"waiting for {named}; to drop a run: dflash status {quoted} --drop "
+            f"{shlex.quote(behind[0][0].name)}"
         )
 
 

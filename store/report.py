@@ -103,7 +103,7 @@ def _buckets(found: Mapping[str, Any]) -> list[str]:
 
 
 def _lengths(found: Mapping[str, Any]) -> list[str]:
-    most = max(bin["samples"] for bin in found["lengths"])
+    most = max(b["samples"] for b in found["lengths"])
     rows = [
         [f"{b['from']}-{b['to'] - 1}", str(b["samples"]), "#" * -(-40 * b["samples"] // most)]
         for b in found["lengths"]

@@ -677,6 +677,8 @@ def test_a_training_run_is_dropped_by_status(type_line: Callable[..., Ended]) ->
     assert call["entry"] == "store.drop"
     assert call["extra"] == {"path": "hs", "drop": "runs/a", "json": False}
     assert ended.last_line == "next: dflash status hs"
+    # of a store over several mounts its own directory
+    assert type_line("dflash status hs,x --drop runs/a").calls[0]["extra"]["path"] == "hs"
     ended = type_line("dflash status nowhere --drop runs/a")
     assert (ended.code, "there is no store nowhere" in ended.err) == (2, True)
 

@@ -18,7 +18,7 @@ from dflash_pipeline.configs import launch as launcher
 from dflash_pipeline.configs.counts import closing_lines
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
-from dflash_pipeline.configs.launch import launch
+from dflash_pipeline.configs.launch import launch, place_of
 from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import Status, find_statuses, log_path, process_start
@@ -326,3 +326,13 @@ def test_the_devices_of_a_process_follow_each_other() -> None:
     assert launcher.grouped(devices, 2) == [(0, 1), (4, 6)]
     with pytest.raises(UsageError, match=r"GPUs 0,1,4,6 are 4, which is no multiple"):
         launcher.grouped(devices, 3)
+
+
+@pytest.mark.parametrize(("text", "num_threads"), [("3", 3), ("0", 1), ("", None), ("all", None)])
+def test_a_process_has_the_threads_that_openmp_is_told_and_never_none(
+    text: str, num_threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses 0 threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    place = place_of("cpu", 1, 0, "train", "logs", 0, "env://", 1)
+    assert place.threads == (num_threads or len(os.sched_getaffinity(0)))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.store import paths
-from dflash_pipeline.store.check import main, verify
+from dflash_pipeline.store.check import Report, fail, main, verify
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.commitlog import write_commit
 from dflash_pipeline.store.describe import describe
@@ -268,3 +268,9 @@ def test_a_hostile_document_is_named_and_does_no_harm(name: str, tmp_path: Path)
             assert len(open_store(root).hidden(0)) > 0
     file.write_bytes(sound)
     assert verify(root, deep=True).problems == []
+
+
+def test_the_line_that_repairs_can_be_typed_whatever_the_store_is_called() -> None:
+    report = Report("/my stores/hs", True, ["torn"], damaged_shards=[ShardId(0, 3)])
+    with pytest.raises(ValueError, match=r"--deep --repair '/my stores/hs' uncommits"):
+        fail(report)
