@@ -67,7 +67,7 @@ NUM_MIXED, NUM_SETTLED = 500, 50
 PEER_BATCH = 16
 CLOSER = 16
 """Tokens that a batch is rounded up to, beside the capture's own 64."""
-LIMITS_S = {"8b": 160.0, "8b compiled": 130.0, "0.6b": 70.0, "27b": 80.0, "memory": 50.0}
+LIMITS_S = {"8b": 200.0, "8b compiled": 200.0, "0.6b": 120.0, "27b": 150.0, "memory": 50.0}
 
 
 class Bench:

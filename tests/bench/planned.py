@@ -15,7 +15,7 @@ from dflash_pipeline.capture.shapes import Shape
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.schema import CaptureConfig
 from dflash_pipeline.store.bf16 import bf16_bits
-from dflash_pipeline.store.build import StoreBuilder, plan_lock
+from dflash_pipeline.store.build import StoreBuilder, estimate_bytes, plan_lock
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import CHUNK_ROWS, FORMAT, Attributes, Layout, StoreSpec
@@ -24,6 +24,8 @@ from dflash_pipeline.store.table import build_table, hash64
 SEED = 0
 PEAK_FLOPS = 790e12
 """Of an H200, bf16 dense."""
+CAPTURED = 3
+"""Times `num_tokens`: the first shard is not timed, and the last one is finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,7 @@ SIZES = {
         layer_ids=(1, 16, 31, 46, 61),
         linear_every=4,
         num_tokens=50_000,
+        shard_bytes=1 << 28,
         token_budget=16384,
         num_samples=5_000,
     ),
@@ -253,9 +256,15 @@ def planned_store(sizes: Sizes, path: Path, mode: str) -> Store:
     table = build_table(keys, columns, layout, [""], ["random"])
     attributes = Attributes(data_hash="", mask_token_id=0, dropped={}, run={})
     random = np.random.default_rng(SEED)
+    # of the whole plan, what is captured at most: the rest needs no room
+    whole = estimate_bytes(spec, layout, table)
+    num_tokens = int(ordered_M.sum())
+    captured = whole * min(CAPTURED * sizes.num_tokens, num_tokens) // num_tokens
     with (
         plan_lock(path, wait_s=10),
-        StoreBuilder(path, spec, layout, table, attributes, 0) as builder,
+        StoreBuilder(
+            path, spec, layout, table, attributes, 0, elsewhere_bytes=whole - captured
+        ) as builder,
     ):
         # nobody trains from it
         embed_VH = bf16_bits(np.ones((sizes.vocabulary, sizes.hidden), np.float32))
