@@ -1,4 +1,4 @@
-"""A planned batch -> its packed rows in a slot; halved once when the device's memory does not do.
+"""A planned batch -> its packed rows in a device buffer; halved once when memory does not do.
 
 Letters: B sequences, T positions.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dflash_pipeline.capture.offload import Slot
+from dflash_pipeline.capture.offload import DeviceBuffer
 from dflash_pipeline.capture.pack import Packer, index_batch
 from dflash_pipeline.capture.shapes import Shape, shape_of
 from dflash_pipeline.capture.target import Target
@@ -32,7 +32,7 @@ class Forward:
     def __init__(
         self, store: Store, target: Target, buffer_bytes: int, say: Callable[[str], None]
     ) -> None:
-        """`buffer_bytes`: device memory of the slots, for the report when memory runs out."""
+        """`buffer_bytes`: device memory of all its buffers, for the report when memory runs out."""
         self._store, self._target = store, target
         self._buffer_bytes, self._say = buffer_bytes, say
         self._packer = Packer(store.calibration, target.device)
@@ -43,14 +43,14 @@ class Forward:
         """Of a batch of samples."""
         return shape_of(batch, self._store.table, self._store.layout)
 
-    def compute(self, batch: slice, slot: Slot) -> bool:
-        """Fill the slot with the rows of the samples `batch`; True if it had to be halved.
+    def compute(self, batch: slice, buffer: DeviceBuffer) -> bool:
+        """Fill the buffer with the rows of the samples `batch`; True if it had to be halved.
 
         The host does not wait for the device. Raises ForwardFailed.
         """
         num_sequences, width = self.shape(batch)
         try:
-            self._part(batch, width, slot)
+            self._part(batch, width, buffer)
             return False
         except torch.OutOfMemoryError as error:
             shape = f"a batch of {num_sequences} x {width} tokens"
@@ -64,11 +64,11 @@ class Forward:
         if self._target.device.type == "cuda":
             torch.cuda.synchronize(self._target.device)
             torch.cuda.empty_cache()
-        slot.clear()
+        buffer.clear()
         middle = (batch.start + batch.stop) // 2
         try:
             for half in (slice(batch.start, middle), slice(middle, batch.stop)):
-                self._part(half, width, slot)
+                self._part(half, width, buffer)
         except torch.OutOfMemoryError as error:
             raise ForwardFailed(self._report(f"half of {shape}", error)) from error
         except Exception as error:
@@ -82,7 +82,7 @@ class Forward:
         except RuntimeError:
             raise ValueError(f"the device is unusable after: {failed}") from failed
 
-    def _part(self, batch: slice, width: int, slot: Slot) -> None:
+    def _part(self, batch: slice, width: int, buffer: DeviceBuffer) -> None:
         spec = self._store.spec
         ids_BT = np.zeros((batch.stop - batch.start, width), np.int64)
         lengths_B, teachers_B = [], []
@@ -95,7 +95,7 @@ class Forward:
                 if spec.has_last
                 else np.empty(0, np.int64)
             )
-        part = slot.part(ids_BT, index_batch(lengths_B, teachers_B, width))
+        part = buffer.part(ids_BT, index_batch(lengths_B, teachers_B, width))
         self._packer.begin(part.out)
 
         def take(place: int, hidden_BTH: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Device rows to host buffers on a copy stream, and a batch's ids the other way.
 
-All buffers are made once, at the largest batch of the plan, and belong to this module: a `Slot` on
-the device, a `Parcel`'s buffer on the host. No tensor of the allocator crosses a stream, and a
-buffer is lent again only after its event has passed. Trap: a view of a parcel is garbage after
+All buffers are made once, at the largest batch of the plan, and belong to this module: those of the
+device, and a `Parcel`'s on the host. No tensor of the allocator crosses a stream, and a buffer is
+lent again only after its event has passed. Trap: a view of a parcel is garbage after
 its `release`; under test every byte of it is then 0xFF, a NaN.
 """
 
@@ -52,14 +52,14 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A batch, or half of one, inside a slot."""
+    """A batch, or half of one, inside a device buffer."""
 
     ids_BT: torch.Tensor
     index: DeviceIndex
     out: PackedRows
 
 
-class Slot:
+class DeviceBuffer:
     """Device memory of one batch: ids and index going in, packed rows going out."""
 
     def __init__(self, sizes: BatchSizes, device: torch.device, pin: Callable[[int], torch.Tensor]):
@@ -132,7 +132,7 @@ class Slot:
         place = slice(begin, begin + len(values))
         self._used[column] = used + len(values)
         self._host[place] = torch.from_numpy(values)
-        # pinned, and not written again before this slot's `copied` has passed
+        # pinned, and not written again before this buffer's `copied` has passed
         return self._device[place].copy_(self._host[place], non_blocking=True)
 
 
@@ -146,19 +146,20 @@ class Parcel:
     faintest_BL: NDArray[np.float32]
     release: Callable[[], None]
     """Gives the buffer back; any thread, once."""
-    _slot: Slot
+    _source: DeviceBuffer
     device_s: float = 0.0
     """Seconds in which the device worked on it; known once it was waited for."""
 
     def wait(self) -> None:
-        """Until the bytes are there; other threads run meanwhile. Before the slot is lent again."""
-        slot = self._slot
-        if slot.copied is not None and slot.begun is not None and slot.packed is not None:
-            slot.copied.synchronize()
-            self.device_s = slot.begun.elapsed_time(slot.packed) / 1e3
+        """Until the bytes are there; other threads run meanwhile. Before the device buffer is lent
+        again."""
+        source = self._source
+        if source.copied is not None and source.begun is not None and source.packed is not None:
+            source.copied.synchronize()
+            self.device_s = source.begun.elapsed_time(source.packed) / 1e3
 
 
-class _Buffer:
+class _HostBuffer:
     """Host memory of one batch."""
 
     def __init__(self, sizes: BatchSizes, pin: Callable[[int], torch.Tensor]) -> None:
@@ -187,21 +188,21 @@ class Offload:
         sizes: BatchSizes,
         device: torch.device,
         *,
-        num_slots: int,
-        num_buffers: int,
+        num_device_buffers: int,
+        num_host_buffers: int,
         poison: bool,
     ) -> None:
         """`poison` overwrites a buffer when it comes back, so that a late reader is found out."""
         self._device, self._poison = device, poison
         self._registered: list[torch.Tensor] = []
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
-        slots = [Slot(sizes, device, self._pinned) for _ in range(num_slots)]
-        self.device_bytes = sum(slot.size_bytes for slot in slots)
-        """Device memory of all slots."""
-        self._slots = itertools.cycle(slots)
-        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        for _ in range(num_buffers):
-            self._free.put(_Buffer(sizes, self._pinned))
+        buffers = [DeviceBuffer(sizes, device, self._pinned) for _ in range(num_device_buffers)]
+        self.device_bytes = sum(buffer.size_bytes for buffer in buffers)
+        """Device memory of all device buffers."""
+        self._device_buffers = itertools.cycle(buffers)
+        self._free: queue.SimpleQueue[_HostBuffer] = queue.SimpleQueue()
+        for _ in range(num_host_buffers):
+            self._free.put(_HostBuffer(sizes, self._pinned))
         self.wait_s = 0.0
         """Seconds spent waiting for a host buffer: the disk is slower than the device."""
 
@@ -218,58 +219,59 @@ class Offload:
         while self._registered:
             cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
 
-    def slot(self) -> Slot:
+    def device_buffer(self) -> DeviceBuffer:
         """The next device buffer, free and empty."""
-        slot = next(self._slots)
-        if slot.copied is not None:
-            slot.copied.synchronize()
+        buffer = next(self._device_buffers)
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
         if self._poison:
-            for rows in (slot.rows.hidden_NKR, slot.rows.last_MR):
+            for rows in (buffer.rows.hidden_NKR, buffer.rows.last_MR):
                 rows.fill_(POISON)
-        slot.clear()
-        slot.begun_at = time.perf_counter()
-        if slot.begun is not None:
-            slot.begun.record(cuda.current_stream(self._device))
-        return slot
+        buffer.clear()
+        buffer.begun_at = time.perf_counter()
+        if buffer.begun is not None:
+            buffer.begun.record(cuda.current_stream(self._device))
+        return buffer
 
-    def send(self, slot: Slot, waiting: Callable[[], None]) -> Parcel:
-        """Copy the slot's rows to a host buffer; returns at once, `Parcel.wait` for the bytes.
+    def send(self, source: DeviceBuffer, waiting: Callable[[], None]) -> Parcel:
+        """Copy a device buffer's rows to a host buffer; returns at once, see `Parcel.wait`.
 
         `waiting` is called again and again while no host buffer is free; what it raises is raised
         here, so that a writer that has failed does not leave us waiting.
         """
-        worked_s = time.perf_counter() - slot.begun_at
-        if slot.packed is not None:
-            slot.packed.record(cuda.current_stream(self._device))
-        buffer = self._take(waiting)
-        num_rows, num_last_rows = slot.num_rows, slot.num_last_rows
+        worked_s = time.perf_counter() - source.begun_at
+        if source.packed is not None:
+            source.packed.record(cuda.current_stream(self._device))
+        host = self._take(waiting)
+        num_rows, num_last_rows = source.num_rows, source.num_last_rows
+        sequences = slice(source.num_sequences)
         pairs = (
-            (buffer.hidden_NKR[:num_rows], slot.rows.hidden_NKR[:num_rows]),
-            (buffer.last_MR[:num_last_rows], slot.rows.last_MR[:num_last_rows]),
-            (buffer.largest_BL[: slot.num_sequences], slot.rows.largest_BL[: slot.num_sequences]),
-            (buffer.faintest_BL[: slot.num_sequences], slot.rows.faintest_BL[: slot.num_sequences]),
+            (host.hidden_NKR[:num_rows], source.rows.hidden_NKR[:num_rows]),
+            (host.last_MR[:num_last_rows], source.rows.last_MR[:num_last_rows]),
+            (host.largest_BL[sequences], source.rows.largest_BL[sequences]),
+            (host.faintest_BL[sequences], source.rows.faintest_BL[sequences]),
         )
-        if self._stream is None or slot.packed is None or slot.copied is None:
+        if self._stream is None or source.packed is None or source.copied is None:
             for there, here in pairs:
                 there.copy_(here)
         else:
             with cuda.stream(self._stream):
-                self._stream.wait_event(slot.packed)
+                self._stream.wait_event(source.packed)
                 for there, here in pairs:
                     there.copy_(here, non_blocking=True)
-                slot.copied.record(self._stream)
+                source.copied.record(self._stream)
         hidden, last, largest, faintest = (there for there, _ in pairs)
         return Parcel(
             hidden.numpy(),
             last.numpy(),
             largest.numpy(),
             faintest.numpy(),
-            self._releaser(buffer),
-            slot,
+            self._releaser(host),
+            source,
             worked_s,
         )
 
-    def _take(self, waiting: Callable[[], None]) -> _Buffer:
+    def _take(self, waiting: Callable[[], None]) -> _HostBuffer:
         started = time.monotonic()
         while True:
             try:
@@ -280,7 +282,7 @@ class Offload:
             self.wait_s += time.monotonic() - started
             return buffer
 
-    def _releaser(self, buffer: _Buffer) -> Callable[[], None]:
+    def _releaser(self, buffer: _HostBuffer) -> Callable[[], None]:
         once = threading.Lock()
 
         def release() -> None:

@@ -137,9 +137,9 @@ class Worker:
         self._writer.begin(lease)
         for batch in store.table.batches_of(lease.shard_id):
             self.beat()
-            slot = self._offload.slot()
-            tally.is_halved |= self._forward.compute(batch, slot)
-            self._in_flight.append((batch, self._offload.send(slot, self.beat)))
+            buffer = self._offload.device_buffer()
+            tally.is_halved |= self._forward.compute(batch, buffer)
+            self._in_flight.append((batch, self._offload.send(buffer, self.beat)))
             # the batch before goes to the disk while the device computes this one
             if len(self._in_flight) > 1:
                 self._land(tally)

@@ -157,8 +157,8 @@ def capture(
             Offload(
                 largest_batch(store),
                 target.device,
-                num_slots=config.device_buffers,
-                num_buffers=config.host_buffers,
+                num_device_buffers=config.device_buffers,
+                num_host_buffers=config.host_buffers,
                 poison=is_poisoned(),
             ) as offload,
             StoreWriter(store, leases, depth=config.host_buffers) as writer,

@@ -26,7 +26,7 @@ from dflash_pipeline.store.calibrationgroup import (
     calibration_files,
     read_calibration,
 )
-from dflash_pipeline.store.consumers import NUM_SLOTS, consumers
+from dflash_pipeline.store.consumers import MOST_CONSUMERS, consumers
 from dflash_pipeline.store.documents import Document, canonical, kinds
 from dflash_pipeline.store.metadata import TOKEN_ARRAYS
 from dflash_pipeline.store.reader import Store
@@ -183,7 +183,7 @@ def _check_files(store: Store, report: Report) -> None:
     root = store.path
     known = {"zarr.json", paths.SEALED_FILE, *store.root.hashes}
     if store.is_rolling:
-        known |= {f"{paths.CONSUMERS}/zarr.json", *map(paths.consumer_file, range(NUM_SLOTS))}
+        known |= {f"{paths.CONSUMERS}/zarr.json", *map(paths.consumer_file, range(MOST_CONSUMERS))}
         try:
             consumers(root, store.layout)
         except ValueError as error:

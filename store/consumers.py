@@ -25,7 +25,7 @@ from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.spec import Layout
 
-NUM_SLOTS = 64
+MOST_CONSUMERS = 64
 """Rows of the array."""
 ABOUT_BYTES, CRC_BYTES = 1024, 4
 """Of a row: who the run is, and the checksum at its end."""
@@ -37,7 +37,8 @@ _BEAT_EVERY_S = 5.0
 class Consumer:
     """A training run as its row tells it."""
 
-    slot: int
+    number: int
+    """Of its row in the array."""
     id: str
     """Drawn once a run directory."""
     name: str
@@ -57,19 +58,19 @@ def release_lock(store: Path) -> Iterator[None]:
 
 
 def consumers(store: Path, layout: Layout) -> list[Consumer]:
-    """Every registered run, by slot. ValueError for a damaged row: what it used is not known."""
-    found = [_read(store, layout, slot) for slot in _slots(store)]
+    """Every registered run, by number. ValueError for a damaged row: what it used is not known."""
+    found = [_read(store, layout, number) for number in _numbers(store)]
     return [one for one in found if one is not None]
 
 
-def _slots(store: Path) -> list[int]:
+def _numbers(store: Path) -> list[int]:
     directory = store / paths.CONSUMERS / "c"
     names = os.listdir(directory) if directory.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal() and int(name) < NUM_SLOTS)
+    return sorted(int(name) for name in names if name.isdecimal() and int(name) < MOST_CONSUMERS)
 
 
-def _read(store: Path, layout: Layout, slot: int) -> Consumer | None:
-    file = store / paths.consumer_file(slot)
+def _read(store: Path, layout: Layout, number: int) -> Consumer | None:
+    file = store / paths.consumer_file(number)
     try:
         content = file.read_bytes()
     except FileNotFoundError:
@@ -80,7 +81,7 @@ def _read(store: Path, layout: Layout, slot: int) -> Consumer | None:
             raise ValueError("its size or checksum is wrong")
         about = json.loads(content[:ABOUT_BYTES])
         used = np.frombuffer(content, np.bool_, size - ABOUT_BYTES - CRC_BYTES, ABOUT_BYTES)
-        return Consumer(slot, about["id"], about["name"], used)
+        return Consumer(number, about["id"], about["name"], used)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{file} is damaged ({error}): nothing is released until it is removed, which drops "
@@ -98,7 +99,7 @@ def write_row(store: Path, consumer: Consumer) -> None:
     if len(about) > ABOUT_BYTES:
         raise UsageError(f"{consumer.name} is too long a path for a run that follows a quota")
     content = about + consumer.used.astype(np.uint8).tobytes()
-    file = store / paths.consumer_file(consumer.slot)
+    file = store / paths.consumer_file(consumer.number)
     durable.make_directories(file.parent)
     # of a run that was killed here
     for leftover in durable.temporaries(file.parent):
@@ -106,17 +107,19 @@ def write_row(store: Path, consumer: Consumer) -> None:
     durable.write_durably(file, content + _crc(content))
 
 
-def free_slot(store: Path) -> int:
+def free_number(store: Path) -> int:
     """A row that nobody has; UsageError if there is none."""
-    for slot in range(NUM_SLOTS):
-        if not (store / paths.consumer_file(slot)).exists():
-            return slot
-    raise UsageError(f"{store} has {NUM_SLOTS} consumers already: drop one (dflash status --drop)")
+    for number in range(MOST_CONSUMERS):
+        if not (store / paths.consumer_file(number)).exists():
+            return number
+    raise UsageError(
+        f"{store} has {MOST_CONSUMERS} consumers already: drop one (dflash status --drop)"
+    )
 
 
 def remove_row(store: Path, consumer: Consumer) -> None:
     """Forget a run; under `release_lock`."""
-    file = store / paths.consumer_file(consumer.slot)
+    file = store / paths.consumer_file(consumer.number)
     file.unlink(missing_ok=True)
     durable.sync(file.parent)
 

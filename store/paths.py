@@ -58,9 +58,9 @@ def target_file(name: str) -> str:
     return f"target/files/{name}/c/0"
 
 
-def consumer_file(slot: int) -> str:
+def consumer_file(number: int) -> str:
     """The row of a consumer: which shards a training run has used."""
-    return f"{CONSUMERS}/c/{slot}/0"
+    return f"{CONSUMERS}/c/{number}/0"
 
 
 def release_lock_file(store: Path) -> Path:

@@ -16,7 +16,7 @@ from dflash_pipeline.store import durable, metadata, paths
 from dflash_pipeline.store.consumers import (
     ABOUT_BYTES,
     CRC_BYTES,
-    NUM_SLOTS,
+    MOST_CONSUMERS,
     consumer_line,
     consumers,
     presence_text,
@@ -48,7 +48,7 @@ def consumers_document(layout: Layout, gathering: Gathering) -> Document:
     if gathering.num_consumers > 1:
         attributes |= {"num_consumers": gathering.num_consumers, "gathered": gathering.is_over}
     codec = {"name": "bytes"}
-    shape, chunk, dims = (NUM_SLOTS, width), (1, width), ("consumer", "byte")
+    shape, chunk, dims = (MOST_CONSUMERS, width), (1, width), ("consumer", "byte")
     return array("uint8", shape, chunk, [codec], dims, attributes)
 
 
@@ -66,9 +66,9 @@ def make_rolling(store: Path, layout: Layout, num_consumers: int) -> None:
 
     UsageError for more than it has rows.
     """
-    if num_consumers > NUM_SLOTS:
+    if num_consumers > MOST_CONSUMERS:
         raise UsageError(
-            f"--consumers {num_consumers}: at most {NUM_SLOTS} runs can follow a store"
+            f"--consumers {num_consumers}: at most {MOST_CONSUMERS} runs can follow a store"
         )
     if not is_rolling(store):
         durable.make_directories(_document_file(store).parent)

@@ -20,7 +20,7 @@ from dflash_pipeline.store.consumers import (
     Consumer,
     Presence,
     consumers,
-    free_slot,
+    free_number,
     release_lock,
     remove_row,
     write_row,
@@ -111,7 +111,7 @@ class _Membership:
         # of its own: it is used in the thread that writes checkpoints
         self._store = open_store(store.path)
         self._number, self._name = number, str(out.absolute())
-        self._id, self._slot = _consumer_id(out), -1
+        self._id, self._row_number = _consumer_id(out), -1
         self._releases = Releases(self._store)
         self.presence = Presence(store.path, self._id)
 
@@ -131,10 +131,10 @@ class _Membership:
                     f"released (the first is {gone[0]}): it was dropped, or its last checkpoint "
                     "is gone; begin anew on another --store"
                 )
-            found = {one.id: one.slot for one in consumers(store.path, store.layout)}
-            slot = found.get(self._id)
-            self._slot = free_slot(store.path) if slot is None else slot
-            write_row(store.path, Consumer(self._slot, self._id, self._name, is_used))
+            found = {one.id: one.number for one in consumers(store.path, store.layout)}
+            number = found.get(self._id)
+            self._row_number = free_number(store.path) if number is None else number
+            write_row(store.path, Consumer(self._row_number, self._id, self._name, is_used))
             gather(store.path, store.layout)
 
     def tell(self, used: set[Shard]) -> None:
@@ -145,7 +145,7 @@ class _Membership:
                     "shards that it has not used may be deleted. The checkpoint is written; "
                     "--resume goes on if none of them is"
                 )
-            row = Consumer(self._slot, self._id, self._name, self._flags(used))
+            row = Consumer(self._row_number, self._id, self._name, self._flags(used))
             write_row(self._store.path, row)
         self._releases.run()
 

@@ -154,8 +154,8 @@ def ours(bench: Bench, target: Target, store: Store) -> dict[str, float]:
                 Offload(
                     largest_batch(store),
                     target.device,
-                    num_slots=config.device_buffers,
-                    num_buffers=config.host_buffers,
+                    num_device_buffers=config.device_buffers,
+                    num_host_buffers=config.host_buffers,
                     poison=False,
                 )
             )
@@ -252,22 +252,24 @@ def memory(bench: Bench, target: Target) -> dict[str, float]:
     )
     packer = Packer(Calibrated(), target.device)
     held: list[tuple[int, int]] = []
-    with Offload(most, target.device, num_slots=2, num_buffers=4, poison=False) as offload:
+    with Offload(
+        most, target.device, num_device_buffers=2, num_host_buffers=4, poison=False
+    ) as offload:
         for number in range(NUM_MIXED):
             width = int(random.integers(1, sizes.mixed_tokens // sizes.pad_multiple + 1))
             width *= sizes.pad_multiple
             rows_B = random.integers(1, width + 1, sizes.mixed_tokens // width).tolist()
-            slot = offload.slot()
+            buffer = offload.device_buffer()
             ids_BT = random.integers(0, sizes.vocabulary, (len(rows_B), width))
             teachers = [np.arange(length) for length in rows_B]
-            part = slot.part(ids_BT, index_batch(rows_B, teachers, width))
+            part = buffer.part(ids_BT, index_batch(rows_B, teachers, width))
             packer.begin(part.out)
 
             def take(place: int, hidden_BTH: torch.Tensor, part: Any = part) -> None:
                 packer.layer(place, hidden_BTH, part.index, part.out)
 
             packer.last(target.run(part.ids_BT, take), part.index, part.out)
-            parcel = offload.send(slot, lambda: None)
+            parcel = offload.send(buffer, lambda: None)
             parcel.wait()
             parcel.release()
             if number in (NUM_SETTLED - 1, NUM_MIXED - 1):

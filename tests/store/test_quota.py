@@ -33,9 +33,9 @@ def rolling_store(empty_store: Store) -> Store:
     return empty_store
 
 
-def _row(store: Store, slot: int, used: list[ShardId]) -> Consumer:
+def _row(store: Store, number: int, used: list[ShardId]) -> Consumer:
     flags = np.array([shard_id in used for shard_id in store.layout.shard_ids()])
-    row = Consumer(slot, f"id-{slot}", f"/runs/{slot}", flags)
+    row = Consumer(number, f"id-{number}", f"/runs/{number}", flags)
     consumers.write_row(store.path, row)
     return row
 
@@ -211,7 +211,7 @@ def test_workers_together_stay_below_the_quota_and_go_on_when_there_is_room(
         text = rooms[1].waiting_text()
         assert "waiting for /runs/0 (1 shards to go, not running)" in text
         assert f"dflash status {store.path} --drop /runs/0" in text
-        _row(store, row.slot, [order[0]])
+        _row(store, row.number, [order[0]])
         rooms[1].release()
         freed = rooms[1].claim(3)
         assert freed is not None
@@ -263,18 +263,18 @@ def test_a_run_is_dropped_by_its_directory_and_another_is_named(rolling_store: S
     drop.main(None, None, {"path": store.path, "drop": "/runs/3"})
     assert rolling.consumer_lines(store.path) == []
     assert consumers.consumers(store.path, store.layout) == []
-    assert consumers.free_slot(store.path) == 0
+    assert consumers.free_number(store.path) == 0
 
 
 def test_a_full_array_of_consumers_says_so(
     rolling_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumers, "NUM_SLOTS", 2)
-    for slot in range(2):
-        assert consumers.free_slot(rolling_store.path) == slot
-        _row(rolling_store, slot, [])
+    monkeypatch.setattr(consumers, "MOST_CONSUMERS", 2)
+    for number in range(2):
+        assert consumers.free_number(rolling_store.path) == number
+        _row(rolling_store, number, [])
     with pytest.raises(UsageError, match="has 2 consumers already"):
-        consumers.free_slot(rolling_store.path)
+        consumers.free_number(rolling_store.path)
 
 
 def test_a_process_is_present_until_it_ends(rolling_store: Store) -> None:
