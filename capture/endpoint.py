@@ -60,7 +60,7 @@ def answer_all(
             if lines:
                 out.append(lines)
                 num_new += len(lines)
-            log.progress(num_new + num_refused, num_todo, "answers", servers=servers.num_alive)
+            log.part(num_new + num_refused, num_todo, "answers", servers=servers.num_alive)
     finally:
         # an error must not wait for answers that nobody will write
         servers.close()

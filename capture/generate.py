@@ -123,7 +123,7 @@ def _answer_here(
     """Answer with the loaded target; the number of new answers."""
     num_new = num_tokens = 0
     # from here on answers are counted, and the time that they take
-    log.progress(0, num_todo, "answers", tokens_written=0)
+    log.part(0, num_todo, "answers", tokens_written=0)
     sized = _sized(fresh, answerer, dropped)
     while window := list(islice(sized, _WINDOW_BATCHES * run.generate.batch_size)):
         # the longest first: memory that will not do is found out at once
@@ -135,13 +135,13 @@ def _answer_here(
             num_tokens += answerer.answer(batch, tell)
             out.append([dialogue.line(run.generate) for dialogue in batch])
             num_new += len(batch)
-            log.progress(num_new, num_todo, "answers", tokens_written=num_tokens)
+            log.part(num_new, num_todo, "answers", tokens_written=num_tokens)
     return num_new
 
 
 def _tell(log: RunLog, num_new: int, num_todo: int, num_before: int, num_batch: int) -> None:
     """The first batch may take minutes: its tokens are counted while it is under way."""
-    log.progress(num_new, num_todo, "answers", tokens_written=num_before + num_batch)
+    log.part(num_new, num_todo, "answers", tokens_written=num_before + num_batch)
 
 
 def _sized(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from dflash_pipeline.configs import counts
@@ -27,7 +27,8 @@ class Lines(Protocol):
 class Screen:
     """Renders what the processes of one stage report. Belongs to one thread.
 
-    Progress is of the whole stage as each process knows it; the furthest one is shown.
+    Progress is of the whole stage as each process knows it, and the furthest one is shown; or of
+    each process's own part, and they are added up.
     """
 
     def __init__(self, lines: Lines, stage: str, world: int) -> None:
@@ -38,6 +39,7 @@ class Screen:
         self._waited_at = -WAITING_EVERY_S
         self._latest: Mapping[str, Any] = {}
         self._counts: dict[int, counts.Counts] = {}
+        self._parts: dict[int, Mapping[str, Any]] = {}
 
     def say(self, rank: int, text: str) -> None:
         """A line of one rank, above the progress."""
@@ -56,6 +58,12 @@ class Screen:
         if message.get("counts"):
             self._counts[rank] = counts.of(message["counts"])
             message = {**message, "numbers": counts.total(self._counts.values()).numbers()}
+        if message.get("is_part"):
+            self._parts[rank] = message
+            message = _together(list(self._parts.values()), self._world)
+            if not message["done"] and not message["total"]:
+                # the others are about to say how much theirs is
+                return
         if self._latest.get("unit") == message["unit"] and self._latest["total"]:
             # another rank knows less, or tells the end again
             is_behind = message["done"] < self._latest["done"]
@@ -96,6 +104,20 @@ class Screen:
         if self._is_line_open:
             self._lines.write("\r\x1b[K")
             self._is_line_open = False
+
+
+def _together(parts: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
+    """The parts of several processes as one; in all nobody knows before each has told its own."""
+    names = dict.fromkeys(name for part in parts for name in part["numbers"])
+    # who is done does not help the others
+    at_work = [part for part in parts if not _is_over(part)] or parts
+    return {
+        "done": sum(part["done"] for part in parts),
+        "total": sum(part["total"] for part in parts) if len(parts) == world else 0,
+        "unit": parts[-1]["unit"],
+        "rate": sum(part["rate"] for part in at_work),
+        "numbers": {name: sum(part["numbers"].get(name, 0) for part in parts) for name in names},
+    }
 
 
 def progress_line(stage: str, message: Mapping[str, Any]) -> str:

@@ -96,11 +96,15 @@ class RunLog:
 
         `numbers` are shown beside it (name=value) and stand in the status file.
         """
-        self._progress(done, total, unit, numbers, {})
+        self._progress(done, total, unit, numbers, {}, is_part=False)
+
+    def part(self, done: float, total: float, unit: str, **numbers: float) -> None:
+        """As `progress`, of this process's own part alone; the launcher adds up all of them."""
+        self._progress(done, total, unit, numbers, {}, is_part=True)
 
     def counted(self, done: float, total: float, unit: str, counts: Counts) -> None:
         """As `progress`, with what this process has done; the launcher adds up all of them."""
-        self._progress(done, total, unit, counts.numbers(), asdict(counts))
+        self._progress(done, total, unit, counts.numbers(), asdict(counts), is_part=False)
 
     def _progress(
         self,
@@ -109,6 +113,8 @@ class RunLog:
         unit: str,
         numbers: Mapping[str, float],
         counts: Mapping[str, float],
+        *,
+        is_part: bool,
     ) -> None:
         with self._lock:
             status, now = self._status, time.time()
@@ -130,6 +136,7 @@ class RunLog:
                 "rate": status.rate,
                 "numbers": status.numbers,
                 "counts": status.counts,
+                "is_part": is_part,
             }
             if self._pipe is not None:
                 self._send(message)

@@ -332,7 +332,7 @@ def test_a_batch_tells_how_many_tokens_it_has_while_it_is_under_way(
     told: list[tuple[float, float]] = []
     monkeypatch.setattr(
         RunLog,
-        "progress",
+        "part",
         lambda _log, done, _all, _unit, tokens_written: told.append((done, tokens_written)),
     )
     generate.main(run_of(tmp_path, target, batch_size=NUM_PROMPTS), place_of(tmp_path), {})

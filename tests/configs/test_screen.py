@@ -41,6 +41,40 @@ def test_a_file_gets_the_first_and_the_last_line_of_a_quick_run() -> None:
     ]
 
 
+def test_parts_of_several_processes_are_one_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three ranks had answered its 16 prompts of 60: 100 %, it said."""
+    lines = io.StringIO()
+    screen = Screen(lines, "generate", world=3)
+
+    def tell(rank: int, done: int, total: int) -> None:
+        numbers = {"tokens_written": 10 * done}
+        message = _message(done, total, float(done)) | {"is_part": True, "numbers": numbers}
+        screen.progress(rank, message)
+
+    for rank, total in enumerate((18, 26, 16)):
+        tell(rank, 0, total)
+    monkeypatch.setattr("dflash_pipeline.configs.screen.PLAIN_EVERY_S", 0.0)
+    for rank, done, total in ((1, 6, 26), (2, 16, 16), (0, 18, 18), (1, 26, 26)):
+        tell(rank, done, total)
+    assert lines.getvalue().splitlines() == [
+        "generate: 0 of 60 samples (0 %), tokens_written 0",
+        "generate: 6 of 60 samples (10 %), 6 samples/s, 0:00:09 left, tokens_written 60",
+        # who is done does not help the one that is not
+        "generate: 22 of 60 samples (37 %), 6 samples/s, 0:00:06 left, tokens_written 220",
+        "generate: 40 of 60 samples (67 %), 6 samples/s, 0:00:03 left, tokens_written 400",
+        "generate: 60 of 60 samples (100 %), 60 samples/s, tokens_written 600",
+    ]
+
+
+def test_what_all_processes_have_is_not_known_before_each_has_told() -> None:
+    lines = io.StringIO()
+    screen = Screen(lines, "generate", world=2)
+    screen.progress(0, _message(0, 18, 0.0) | {"is_part": True})
+    assert lines.getvalue() == ""
+    screen.progress(0, _message(18, 18, 2.0) | {"is_part": True})
+    assert lines.getvalue() == "generate: 18 samples, 2 samples/s\n"
+
+
 def test_a_wait_is_told_in_full_once_a_minute_and_kept_on_a_terminals_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

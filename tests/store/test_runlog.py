@@ -67,9 +67,11 @@ def test_under_the_launcher_they_are_messages(
     log = RunLog(place)
     log.say("a line\nof two")
     log.progress(4, 4, "steps", loss=1.0)
+    log.part(2, 2, "answers")
     os.close(write_end)
     with os.fdopen(read_end) as pipe:
-        first, second = (json.loads(line) for line in pipe)
+        first, second, third = (json.loads(line) for line in pipe)
+    assert (second["is_part"], third["is_part"]) == (False, True)
     assert first == {"say": "a line\nof two"}
     assert (second["done"], second["total"], second["numbers"]) == (4, 4, {"loss": 1.0})
     assert capsys.readouterr().out == ""
