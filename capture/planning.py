@@ -76,7 +76,11 @@ def _plan(run: Run, place: Place, extra: dict[str, object], files: TargetFiles) 
     if run.capture.calibration_from:
         donor(run.capture.calibration_from, store_spec(run, files, kind, files.weight_hash()))
     path = root_of(run.store.path)
-    with plan_lock(path, wait_s=_LOCK_WAIT_S):
+
+    def waiting() -> None:
+        log.waiting(f"another capture is planning {path}, this one joins it then")
+
+    with plan_lock(path, wait_s=_LOCK_WAIT_S, waiting=waiting):
         store = existing(path)
         hashed = data_hash(run)
         if store is not None:

@@ -86,12 +86,8 @@ class Worker:
         self._in_flight: list[tuple[slice, Parcel]] = []
         # handed to the writer's thread and not yet seen committed -> tokens, bad samples
         self._submitted: dict[ShardId, tuple[int, int]] = {}
-        self._num_committed = sum(
-            store.table.rows_of(shard_id)[0]
-            for shard_id in store.layout.shard_ids()
-            if store.is_committed(shard_id)
-        )
         self._num_planned = int(store.table.num_tokens.sum())
+        self.refresh()
 
     def beat(self) -> None:
         """Between batches and while waiting: be alive, and notice a signal."""
@@ -100,9 +96,13 @@ class Worker:
 
     def refresh(self) -> None:
         """See what was committed, by whomever."""
-        for shard_id in self._store.refresh():
-            self._num_committed += self._store.table.rows_of(shard_id)[0]
-            self._submitted.pop(shard_id, None)
+        store = self._store
+        store.refresh()
+        # counted anew: a release under a quota refreshes the store as well
+        committed = [i for i in store.layout.shard_ids() if store.is_committed(i)]
+        self._num_committed = sum(store.table.rows_of(i)[0] for i in committed)
+        for shard_id in filter(store.is_committed, list(self._submitted)):
+            del self._submitted[shard_id]
 
     def take(self, lease: Lease) -> None:
         """Write one shard; a failure that leaves the device usable is counted against the shard."""

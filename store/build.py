@@ -56,11 +56,17 @@ def _lock_file(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def plan_lock(path: str | Path, *, wait_s: float) -> Iterator[None]:
-    """Held by the one process that plans a store; a second one waits, then finds the store."""
+def plan_lock(
+    path: str | Path, *, wait_s: float, waiting: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Held by the one process that plans a store; a second one waits, then finds the store.
+
+    `waiting` is called again and again meanwhile; ValueError after `wait_s` seconds.
+    """
     store = Path(path)
     durable.check_file_system(paths.log_directory(store))
-    with durable.locked(_lock_file(store), _PLAN_BYTE, wait_s=wait_s) as is_held:
+    lock = durable.locked(_lock_file(store), _PLAN_BYTE, wait_s=wait_s, waiting=waiting)
+    with lock as is_held:
         if not is_held:
             raise ValueError(
                 f"another process has been planning {store} for over {wait_s:.0f} s: "

@@ -13,7 +13,7 @@ import os
 import struct
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +170,19 @@ def unlock(descriptor: int, byte: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, byte: int, *, wait_s: float) -> Iterator[bool]:
-    """Hold a byte of a lock file; gives False if it was not free within `wait_s` seconds."""
+def locked(
+    path: Path, byte: int, *, wait_s: float, waiting: Callable[[], None] = lambda: None
+) -> Iterator[bool]:
+    """Hold a byte of a lock file; gives False if it was not free within `wait_s` seconds.
+
+    `waiting` is called again and again meanwhile.
+    """
     make_directories(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         end = time.monotonic() + wait_s
         while not (held := lock(descriptor, byte)) and time.monotonic() < end:
+            waiting()
             time.sleep(0.05)
         yield held
     finally:

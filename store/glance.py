@@ -58,7 +58,8 @@ def is_at_work(store: str) -> bool:
 def capture_wait(store: str) -> str:
     """What the capture into a rolling store waits for; empty: one of its processes is at work, or
     there is none."""
-    found = [one for one in find_statuses(root_of(store)) if one.is_alive]
+    every = find_statuses(root_of(store))
+    found = [one for one in every if one.stage == "capture" and one.is_alive]
     is_waiting = bool(found) and all(one.state == "waiting" for one in found)
     return found[0].text if is_waiting and is_rolling(root_of(store)) else ""
 

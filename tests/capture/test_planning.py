@@ -7,6 +7,7 @@ import gzip
 import json
 import pickle
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext
@@ -32,6 +33,7 @@ from dflash_pipeline.configs.schema import (
     TargetConfig,
 )
 from dflash_pipeline.configs.status import find_statuses
+from dflash_pipeline.store.build import plan_lock
 from dflash_pipeline.store.quota import fixed_bytes, largest_shard_bytes
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.rolling import gathering_of
@@ -101,6 +103,25 @@ def planned(run: Run, tmp_path: Path, *, only_count: bool = False) -> str:
 def test_the_status_tells_how_many_rows_were_read(planned_run: Run) -> None:
     (told,) = find_statuses(Path(planned_run.store.path).parent / "logs")
     assert (told.done, told.total, told.unit) == (NUM_ROWS, NUM_ROWS, "rows")
+
+
+def test_who_waits_for_the_plan_of_another_says_so(
+    run: Run,
+    tmp_path: Path,
+    preflights: list[list[Conversation]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        with plan_lock(run.store.path, wait_s=0):
+            second = thread.submit(planned, run, tmp_path)
+            status = tmp_path / "logs" / "plan-0.status.json"
+            while not (status.exists() and "is planning" in status.read_text()):
+                assert not second.done()
+                time.sleep(0.01)
+        second.result()
+    told = f"plan: another capture is planning {run.store.path}, this one joins it then"
+    assert told in capsys.readouterr().out
+    assert len(open_store(run.store.path).table) == NUM_ROWS
 
 
 def with_data(run: Run, **changes: Any) -> Run:

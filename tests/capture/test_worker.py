@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from dflash_pipeline.capture.offload import Parcel
 from dflash_pipeline.capture.pack import BatchIndex
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shapes
+from dflash_pipeline.capture.shards import Worker
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.errors import UsageError
@@ -407,6 +409,23 @@ def test_a_target_that_cannot_be_loaded_for_a_plan_that_is_there_fails_and_leave
     # exit code 2 would say that nothing was left behind
     assert not isinstance(caught.value, UsageError)
     assert not open_store(run.store.path).is_complete
+
+
+def test_a_worker_counts_what_others_committed_though_a_release_saw_it_first(
+    run: Run, whole: dict[str, bytes], folder: Path
+) -> None:
+    """Under a quota a release refreshes the worker's store too, between its own looks."""
+    store = open_store(run.store.path)
+    parts: Any = SimpleNamespace(device=torch.device("cpu"), device_bytes=0, say=None)
+    own = Worker(store, parts, run.capture, parts, parts, parts, parts, parts, None)
+    assert own._num_committed == 0
+    own._submitted[store.layout.shard_ids()[0]] = (7, 1)
+    shutil.rmtree(run.store.path)
+    shutil.copytree(folder / "whole", run.store.path, symlinks=True)
+    store.refresh()
+    own.refresh()
+    assert own._num_committed == int(store.table.num_tokens.sum())
+    assert own._submitted == {}
 
 
 def test_the_counts_of_a_worker_are_those_of_its_store(run: Run) -> None:
