@@ -84,7 +84,8 @@ def _shown_words(folder: str) -> set[str]:
         keyword.arg
         for path in (ROOT / folder).glob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("log.progress")
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith(("log.progress", "log.part"))
         for keyword in node.keywords
         if keyword.arg
     }
