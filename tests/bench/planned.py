@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,24 @@ class Sizes:
         return [layer % every == every - 1 for layer in range(self.layers)]
 
 
+_TINY = Sizes(
+    hidden=64,
+    middle=96,
+    layers=8,
+    heads=4,
+    keys=2,
+    head_dim=16,
+    vocabulary=512,
+    layer_ids=(1, 3, 5),
+    num_tokens=9_000,
+    mean=60,
+    longest=256,
+    num_samples=400,
+    token_budget=2048,
+    pad_multiple=16,
+    shard_bytes=1 << 17,
+    mixed_tokens=128,
+)
 SIZES = {
     "8b": Sizes(
         hidden=4096,
@@ -100,42 +118,8 @@ SIZES = {
         token_budget=16384,
         num_samples=5_000,
     ),
-    "tiny": Sizes(
-        hidden=64,
-        middle=96,
-        layers=8,
-        heads=4,
-        keys=2,
-        head_dim=16,
-        vocabulary=512,
-        layer_ids=(1, 3, 5),
-        num_tokens=9_000,
-        mean=60,
-        longest=256,
-        num_samples=400,
-        token_budget=2048,
-        pad_multiple=16,
-        shard_bytes=1 << 17,
-        mixed_tokens=128,
-    ),
-    "tiny hybrid": Sizes(
-        hidden=64,
-        middle=96,
-        layers=8,
-        heads=4,
-        keys=2,
-        head_dim=16,
-        vocabulary=512,
-        layer_ids=(1, 3, 5),
-        linear_every=4,
-        num_tokens=2_000,
-        mean=60,
-        longest=256,
-        num_samples=100,
-        token_budget=2048,
-        pad_multiple=16,
-        shard_bytes=1 << 17,
-    ),
+    "tiny": _TINY,
+    "tiny hybrid": replace(_TINY, linear_every=4, num_tokens=2_000, num_samples=100),
 }
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,17 @@ from sglang.srt.utils.hf_transformers_utils import get_config, get_rope_config
 from torch import Tensor
 
 from dflash_pipeline.capture.counters import Counters, counted, difference
-from server_cases import (
-    ANCHOR,
-    LAYER_IDS,
-    TEXT_T,
-    Case,
+from server_cases import ANCHOR, LAYER_IDS, TEXT_T, Case, architecture
+from server_checks import (
     Found,
-    architecture,
     attend,
     captured_error,
     check_weights,
-    errors,
+    compared,
     meaning,
-    ours,
+    one_process,
     same,
+    with_forward,
 )
 from tiny_targets import EVERY_FAMILY, save_target
 
@@ -52,13 +48,7 @@ class Server:
         save_target(folder / "here", "qwen3")
         here = prepare_server_args(["--model-path", str(folder / "here"), "--device", "cpu"])
         publish(here, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-        init_distributed_environment(
-            world_size=1,
-            rank=0,
-            local_rank=0,
-            distributed_init_method=f"file://{folder}/rendezvous",
-            backend="gloo",
-        )
+        init_distributed_environment(**one_process(folder))
         initialize_model_parallel()
 
     def check(self, case: Case) -> dict[str, Any]:
@@ -104,14 +94,8 @@ class Server:
             "windows": [_window(layer) for layer in layers],
         }
         same(attention, {name: meaning(case.shape)[name] for name in attention})
-        reference = ours(case)
-        figures = errors(reference, _block(model, case, case.feature_NKH))
-        mixed = _block(model, case, case.feature_NKH.roll(1, dims=1))
-        return {
-            "model": type(model).__name__,
-            "errors": figures,
-            "control": errors(reference, mixed)["hidden"],
-        }
+        differences = compared(case, lambda feature_NKH: _block(model, case, feature_NKH))
+        return {"model": type(model).__name__} | differences
 
     def about(self, folder: Path) -> dict[str, Any]:
         """What is no matter of one drafter: servable targets, metrics."""
@@ -159,8 +143,7 @@ def _context(
     return turned.view(size), value.reshape(size)
 
 
-@contextmanager
-def _plain_attention(stored: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def _plain_attention(stored: list[tuple[Tensor, Tensor]]) -> AbstractContextManager[None]:
     def forward(
         layer: Any, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
     ) -> Tensor:
@@ -179,12 +162,7 @@ def _plain_attention(stored: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
         )
         return mixed.flatten(1)
 
-    kernel = RadixAttention.forward
-    RadixAttention.forward = forward
-    try:
-        yield
-    finally:
-        RadixAttention.forward = kernel
+    return with_forward(RadixAttention, forward)
 
 
 def _window(layer: Any) -> int | None:

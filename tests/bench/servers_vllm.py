@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,19 @@ from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_lay
 from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
 
 from dflash_pipeline.capture.counters import counted
-from server_cases import (
-    ANCHOR,
-    LAYER_IDS,
-    TEXT_T,
-    TOLERANCE,
-    Case,
+from server_cases import ANCHOR, LAYER_IDS, TEXT_T, TOLERANCE, Case, architecture, scaled_case
+from server_checks import (
     Found,
-    architecture,
     attend,
     captured_error,
     check_weights,
+    compared,
     errors,
     meaning,
+    one_process,
     ours,
     same,
-    scaled_case,
+    with_forward,
 )
 from tiny_targets import EVERY_FAMILY
 
@@ -59,13 +56,7 @@ class Server:
     """vLLM's own code on one process of a CPU."""
 
     def __init__(self, folder: Path) -> None:
-        init_distributed_environment(
-            world_size=1,
-            rank=0,
-            local_rank=0,
-            distributed_init_method=f"file://{folder}/rendezvous",
-            backend="gloo",
-        )
+        init_distributed_environment(**one_process(folder))
         compiled.rms_norm = _rms_norm
         compiled.rotary_embedding = _rotary_embedding
 
@@ -78,14 +69,8 @@ class Server:
                 "windows": [layer.attn.sliding_window for layer in layers],
             }
             same(found, {name: meaning(case.shape)[name] for name in found})
-            reference = ours(case)
-            figures = errors(reference, _block(model, case, case.feature_NKH))
-            mixed = _block(model, case, case.feature_NKH.roll(1, dims=1))
-        return {
-            "model": type(model).__name__,
-            "errors": figures,
-            "control": errors(reference, mixed)["hidden"],
-        }
+            differences = compared(case, lambda feature_NKH: _block(model, case, feature_NKH))
+        return {"model": type(model).__name__} | differences
 
     def about(self, folder: Path) -> dict[str, Any]:
         """What is no matter of one drafter: captured layers, servable targets, metrics."""
@@ -197,10 +182,9 @@ def _context(
     return stored
 
 
-@contextmanager
 def _plain_attention(
     stored: dict[str, tuple[Tensor, Tensor]], causal: dict[str, bool]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     def forward(layer: Any, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
         query_SED = query.view(-1, layer.num_heads, layer.head_size)
         key_SGD, value_SGD = (
@@ -217,12 +201,7 @@ def _plain_attention(
         )
         return mixed.flatten(1)
 
-    kernel = Attention.forward
-    Attention.forward = forward
-    try:
-        yield
-    finally:
-        Attention.forward = kernel
+    return with_forward(Attention, forward)
 
 
 def _captured(target: Path) -> float:

@@ -261,10 +261,8 @@ class Study:
         wanted = [following_arm(self.seeds), *self.wanted()]
         runs = [LOOKUP, UNTRAINED]
         runs += [arm.run_name(seed) for arm in wanted for seed in arm.seeds]
-        known = set(
-            _trained := [run for run in runs if run in (LOOKUP, UNTRAINED) or self.is_trained(run)]
-        )
-        todo = [run for run in _trained if not score_path(self.folder, run).exists()]
+        known = [run for run in runs if run in (LOOKUP, UNTRAINED) or self.is_trained(run)]
+        todo = [run for run in known if not score_path(self.folder, run).exists()]
         if todo:
             self.deadline.check(f"scores of {', '.join(todo)}")
         (self.folder / "scores").mkdir(exist_ok=True)
@@ -281,7 +279,7 @@ class Study:
             raise OutOfTime(f"scores of {', '.join(left)}")
         objectives = objective_arms(self.seeds)
         names = {arm.run_name(seed) for arm in objectives for seed in arm.seeds}
-        if names <= known and not self.decision():
+        if names <= set(known) and not self.decision():
             taus = {arm.name: _mean_tau(self.scores(arm)) for arm in objectives}
             decided = {"objective": best_arm(taus), "taus": taus}
             (self.folder / "decision.json").write_text(json.dumps(decided, indent=1) + "\n")
