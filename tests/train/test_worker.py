@@ -25,13 +25,9 @@ from dflash_pipeline.configs.place import POISON_VARIABLE, Place
 from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train import window, worker
-from dflash_pipeline.train.drafter import Drafter
-from dflash_pipeline.train.export import write_speculators, write_zlab
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.replay import held_out
-from dflash_pipeline.train.shape import DrafterShape
-from dflash_pipeline.train.takeover import take_over
 
 # torch 2.11 warns about its own use of deprecated calls when it compiles
 WARNS = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -97,63 +93,6 @@ def test_a_run_learns_and_leaves_a_whole_run_directory(
         worker.main(*_elsewhere(other, place, tmp_path, "third"), NEW)
     # a refused run is none: the corrected line may name the same directory
     assert [one.name for one in (tmp_path / "third").iterdir()] == ["logs"]
-
-
-def test_a_run_may_begin_from_a_speculators_checkpoint_of_others(
-    shape: DrafterShape, tmp_path: Path
-) -> None:
-    first, second = Drafter(shape), Drafter(shape)
-    first.initialise(1)
-    matrix_VH = torch.zeros(shape.vocab_size, shape.hidden_size)
-    path = tmp_path / "theirs"
-    write_speculators(path, shape, first.state_dict(), matrix_VH, matrix_VH, "org/target", [])
-    config = json.loads((path / "config.json").read_text())
-    # no key of that layout
-    del config["transformer_layer_config"]["num_target_layers"]
-    (path / "config.json").write_text(json.dumps(config))
-    take_over(second, str(path))
-    for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
-        assert torch.equal(mine, theirs.bfloat16().float())
-    config["transformer_layer_config"]["rms_norm_eps"] = 1e-5
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="rms_norm_eps 1e-05, wanted 1e-06"):
-        take_over(second, str(path))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("rope_theta", 5e5),
-        ("input_embedding_scale", 3.0),
-        ("output_multiplier", 0.5),
-        ("final_logit_softcapping", 30.0),
-        ("mask_token_id", 5),
-        ("num_target_layers", 9),
-    ],
-)
-def test_weights_of_another_arithmetic_are_not_taken_over(
-    name: str, value: Any, shape: DrafterShape, tmp_path: Path
-) -> None:
-    """Every tensor fits; what is computed with it would not be what it was trained for."""
-    first = Drafter(replace(shape, **{name: value}))
-    first.initialise(1)
-    write_zlab(tmp_path / "theirs", replace(shape, **{name: value}), first.state_dict())
-    with pytest.raises(UsageError, match=f"{name} .*, wanted"):
-        take_over(Drafter(shape), str(tmp_path / "theirs"))
-
-
-def test_blocks_of_another_length_are_learned_from_the_same_weights(
-    shape: DrafterShape, tmp_path: Path
-) -> None:
-    first, second = Drafter(replace(shape, block_size=shape.block_size + 2)), Drafter(shape)
-    first.initialise(1)
-    write_zlab(
-        tmp_path / "theirs", replace(shape, block_size=shape.block_size + 2), first.state_dict()
-    )
-    take_over(second, str(tmp_path / "theirs"))
-    for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
-        assert torch.equal(mine, theirs.bfloat16().float())
 
 
 @pytest.mark.parametrize("noise_std", [0.0, 0.1])
