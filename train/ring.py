@@ -155,8 +155,6 @@ class Slot:
         """Reader thread, after the last byte: the numbers of the batch, and its padding."""
         filled = len(blocks.position_N)
         num_tokens, num_anchors = self._sizes.padded(filled, len(blocks.anchor_A))
-        # a masked row still meets the product with 0: it must be finite, in any mode
-        self.hidden_NKZ[filled:num_tokens] = 0
         # blocks are sorted, so a position chunk touches a short range of the distinct rows
         unique_U, index_R = np.unique(blocks.teacher_R, return_inverse=True)
         parts = (
@@ -285,6 +283,7 @@ class Ring:
         )
         with self._clock.stage("dequantise"):
             feature_NKH = self._hidden.decode(stored_NKZ, self._dtype)
+            # a masked row still meets the product with 0: it must be finite
             feature_NKH[slot.num_filled :] = 0
             teacher_UH = self._teachers(stored_MZ, unique_U)
         return Lent(

@@ -59,8 +59,7 @@ class StoredRows:
     def decode(self, rows_NKZ: Tensor, dtype: torch.dtype) -> Tensor:
         """Features [N, K, H] of contiguous uint8 rows, on the current stream.
 
-        bf16 rows read in bf16 are given as a view of `rows_NKZ`. Rows of zero bytes, which int8 and
-        int4 read as the layer's centre, are no stored rows: what comes out for them is finite.
+        bf16 rows read in bf16 are given as a view of `rows_NKZ`.
         """
         if self._columns is not None:
             # as bytes: fewer of them than of what they decode to

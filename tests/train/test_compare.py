@@ -86,6 +86,19 @@ def test_the_order_of_prompts_and_of_the_two_does_not_matter(
     assert "at 95 %: no difference" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_prompt_without_a_cycle_in_either_counts_in_neither(who: int, tmp_path: Path) -> None:
+    pair = [results(0.2), results(0.0)]
+    pair[who]["per_prompt"]["trained"][5].update(kept=0, cycles=0)
+    found = run(tmp_path, written(tmp_path, a=pair[0], b=pair[1]))["domains"]["all"]
+    kept, cycles = (
+        sum(one[name] for place, one in enumerate(pair[0]["per_prompt"]["trained"]) if place != 5)
+        for name in ("kept", "cycles")
+    )
+    assert found["prompts"] == 39
+    assert found["tau_a"] == pytest.approx(kept / cycles)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -289,6 +289,18 @@ def test_a_run_that_was_dropped_ends_and_may_come_back_while_nothing_it_needs_is
     assert consumers.consumers(store.path, store.layout) == []
 
 
+def test_what_is_used_is_told_once_the_checkpoint_is_durable_and_not_when_it_is_begun(
+    begun: Begun,
+) -> None:
+    tell = begun.part.telling(begun.draws[-1].after)
+    (before,) = consumers.consumers(begun.store.path, begun.store.layout)
+    assert not before.used.any()
+    tell()
+    begun.store.refresh()
+    (after,) = consumers.consumers(begun.store.path, begun.store.layout)
+    assert int(after.used.sum()) == begun.store.num_released == 3
+
+
 def test_of_two_runs_the_slower_one_decides(begun: Begun) -> None:
     store, order, part, last = begun.store, begun.order, begun.part, begun.draws[-1]
     _write_other(store, has_used=False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_pipeline.train import drafting
 from dflash_pipeline.train.decode import (
     GREEDY,
     Task,
@@ -232,8 +233,13 @@ def test_as_stored_rounds_to_bf16() -> None:
     assert torch.equal(as_stored(half, "bf16", ()), half.float())
 
 
+@pytest.mark.parametrize("room", [1, 256])
 @pytest.mark.parametrize("window", [0, 5])
-def test_a_drafter_fed_in_pieces_proposes_what_it_would_at_once(window: int) -> None:
+def test_a_drafter_fed_in_pieces_proposes_what_it_would_at_once(
+    window: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """room: positions by which its caches grow at least; with few they grow again and again."""
+    monkeypatch.setattr(drafting, "_ROOM", room)
     torch.set_num_threads(1)
     kind = "sliding_attention" if window else "full_attention"
     shape = small_shape(
@@ -270,8 +276,10 @@ def test_a_drafter_fed_in_pieces_proposes_what_it_would_at_once(window: int) -> 
             [feature_TKH[:2], feature_TKH[start:end], feature_TKH[3:]],
         )
     pieces.keep([2, 1])
-    pieces.extend([range(4), range(8, 12)], [feature_TKH[:4], feature_TKH[8:12]])
-    drafts = pieces.propose([6, 5], GREEDY, [])[1]
+    pieces.extend([range(4), range(8, 10)], [feature_TKH[:4], feature_TKH[8:10]])
+    pieces.keep([1])
+    pieces.extend([range(10, 12)], [feature_TKH[10:12]])
+    (drafts,) = pieces.propose([5], GREEDY, [])
     assert drafts == wanted
     assert len(drafts.tokens) == 3
     rounded = ModelDrafting(drafter, head, lambda feature: feature * 0)

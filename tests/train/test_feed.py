@@ -94,6 +94,28 @@ def test_every_row_is_the_stores_own(
     assert num_seen == 2 * len(samples)
 
 
+def test_anchors_are_drawn_anew_each_epoch(
+    feed_of: Callable[..., object], train_run: Callable[..., Run]
+) -> None:
+    """Of a sample with more anchors than its share; of the others all are taken each time."""
+    run = train_run(epochs=2)
+    drawn: list[dict[int, list[int]]] = [{}, {}]
+    with feed_of(run) as (feed, samples):
+        while (draw := feed.step(lambda: False, lambda: None)) is not None:
+            for batch in feed.batches(draw):
+                starts = batch.start_A.unique().tolist()
+                for place, start in zip(batch.samples.tolist(), starts, strict=True):
+                    own = batch.anchor_A[batch.start_A == start] - start
+                    drawn[draw.epoch][place] = own.tolist()
+    first, second = drawn
+    assert first.keys() == second.keys() == set(range(len(samples)))
+    num_anchors = {place: len(own) for place, own in first.items()}
+    assert num_anchors == {place: len(own) for place, own in second.items()}
+    changed = {place for place in first if first[place] != second[place]}
+    assert changed
+    assert all(num_anchors[place] == run.train.anchors_per_sample for place in changed)
+
+
 def test_a_subset_of_layers_is_read_in_its_own_order(
     feed_of: Callable[..., object],
     train_run: Callable[..., Run],

@@ -33,6 +33,14 @@ def test_an_interval_covers_the_truth_about_95_times_in_100() -> None:
         assert 89 <= sum(one.low <= 2.0 <= one.high for one in found) <= 99
 
 
+def test_an_interval_is_as_wide_as_the_spread_of_many_prompts_says() -> None:
+    counted = drawn(5, 900)
+    taus_N = counted.kept_N / counted.cycles_N
+    found = intervals.tau_per_prompt(counted, 0)
+    half_width = 1.96 * taus_N.std() / len(taus_N) ** 0.5
+    assert (found.high - found.low) / 2 == pytest.approx(half_width, rel=0.06)
+
+
 def test_an_interval_narrows_with_the_root_of_the_prompts() -> None:
     few, many = (intervals.pooled_tau(drawn(1, num), 0) for num in (50, 800))
     assert 2.5 < (few.high - few.low) / (many.high - many.low) < 6

@@ -38,10 +38,11 @@ def _loss(model: nn.Module, seed: int) -> Tensor:
     return model(rows.to(next(model.parameters()).dtype)).square().sum().float()
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("clip", [0.0, 0.05, 1.0])
 def test_steps_equal_torchs_adamw_on_the_mean_of_the_window(
     clip: float, optimizer_of: Callable[..., Optimizer]
 ) -> None:
+    """Clipped never, always, or in some steps: of a longer, a shorter and a longer gradient."""
     ours, theirs = _model(), _model()
     config = OptimConfig(clip=clip, weight_decay=0.1)
     optimizer = optimizer_of(ours, config)
@@ -50,22 +51,43 @@ def test_steps_equal_torchs_adamw_on_the_mean_of_the_window(
         {"params": [theirs[1].weight], "weight_decay": 0.0},
     ]
     plain = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
-    for step in range(4):
+    norms = []
+    for step, factor in enumerate((1.0, 0.01, 2.0, 0.02)):
         # two batches of sums with weights 3 and 5: one division by 8
         for part, weight in ((0, 3.0), (1, 5.0)):
-            loss = _loss(ours, 10 * step + part)
+            loss = factor * _loss(ours, 10 * step + part)
             loss.backward()
             optimizer.add(loss.detach(), torch.tensor(weight), FINE)
         optimizer.sum_up(wants_stop=False)
         optimizer.step(0.01)
         plain.zero_grad()
-        ((_loss(theirs, 10 * step) + _loss(theirs, 10 * step + 1)) / 8).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(theirs.parameters(), clip)
+        (factor * (_loss(theirs, 10 * step) + _loss(theirs, 10 * step + 1)) / 8).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(theirs.parameters(), clip or 1e9)))
         plain.step()
+    assert [norm > 1 for norm in norms] == [True, False, True, False]
     for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
         # torch adds 1e-6 to the norm that it clips by
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_a_parameter_that_no_batch_of_a_window_reaches_has_no_gradient_left_from_before(
+    optimizer_of: Callable[..., Optimizer],
+) -> None:
+    model, plain = _model(), _model()
+    optimizer = optimizer_of(model, OptimConfig(clip=0.0))
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    for reaches_all in (True, False, True):
+        for one in (model, plain):
+            loss = _loss(one, 0) if reaches_all else _loss(nn.Sequential(one[0]), 0)
+            loss.backward()
+            if one is model:
+                optimizer.add(loss.detach(), torch.tensor(1.0), FINE)
+        optimizer.sum_up(wants_stop=False)
+        optimizer.step(0.01)
+        theirs.step()
+        theirs.zero_grad(set_to_none=False)
+    for ours, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -80,6 +80,12 @@ def test_ranks_share_out_an_epoch_whatever_their_number(world: int) -> None:
     assert sorted(drawn) == list(range(50))
 
 
+def test_what_is_left_of_an_epoch_is_shared_out_too() -> None:
+    batches = [np.array([number]) for number in range(9)]
+    last = [[int(one[0]) for one in rank_batches(batches, 6, rank, 3, 2)] for rank in range(3)]
+    assert last == [[6], [7], [8]]
+
+
 def test_held_out_samples_and_those_without_anchor_are_never_drawn() -> None:
     table = _table(6)
     table.split[1] = 1

@@ -54,6 +54,23 @@ def test_sums_begin_in_one_order_whatever_order_gradients_come_in() -> None:
         summed.note(2)
 
 
+def test_the_length_is_of_this_ranks_own_gradient_however_soon_sums_come() -> None:
+    class Doubling(Group):
+        world = 2
+
+        def __init__(self) -> None:
+            pass
+
+        def add_up_aside(self, tensor: torch.Tensor) -> Callable[[], None]:
+            tensor.mul_(2)
+            return lambda: None
+
+    gradient = torch.cat((torch.full((64,), 3.0), torch.full((64,), 4.0), torch.ones(3)))
+    summed = Reduction(gradient, [64, 64], 1, Doubling())
+    assert float(summed.finish()) == pytest.approx((64 * 9 + 64 * 16) ** 0.5)
+    assert gradient.tolist() == [6.0] * 64 + [8.0] * 64 + [2.0] * 3
+
+
 @pytest.mark.parametrize(("world", "dtype"), [(2, "fp32"), (2, "bf16"), (3, "bf16")])
 def test_ranks_that_sum_within_backward_get_what_a_sum_after_it_gives(
     world: int, dtype: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

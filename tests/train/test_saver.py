@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def test_training_goes_on_while_what_was_is_written(
     wanted = {name: tensor.clone() for name, tensor in state.items()}
     saver = Saver(tmp_path, shape, 3, state)
     torch.manual_seed(5)
+    # the thread is busy, as with the checkpoint before
+    saver._thread.submit(gate.wait, 30)
     saver.save(state, _progress(1), True, _nothing)
     drawn = torch.rand(3)
     for tensor in state.values():
@@ -76,6 +79,25 @@ def test_training_goes_on_while_what_was_is_written(
         assert torch.equal(found[name], tensor)
     # the generator as it stood when the copy was taken
     assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_checkpoint_is_not_copied_over_one_that_is_still_written(
+    tmp_path: Path, shape: DrafterShape, gate: threading.Event
+) -> None:
+    first, second = _state(shape, 1), _state(shape, 2)
+    saver = Saver(tmp_path, shape, 3, first)
+    saver.save(first, _progress(1), False, _nothing)
+    with ThreadPoolExecutor(1) as training:
+        saved = training.submit(saver.save, second, _progress(2), False, _nothing)
+        with pytest.raises(TimeoutError):
+            saved.result(0.3)
+        gate.set()
+        saved.result(30)
+    saver.close()
+    for step, state in ((1, first), (2, second)):
+        path = checkpoint.step_directory(tmp_path, step)
+        _, found = checkpoint.load(path, torch.device("cpu"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
 def test_a_step_is_written_once_and_may_become_the_best_later(

@@ -133,6 +133,9 @@ def test_rope_is_found_where_each_transformers_version_writes_it() -> None:
         found = shape(target)
         assert (found.rope_theta, found.rope_scaling) == (2e6, yarn)
     old = {"type": "linear", "factor": 2.0}
+    # of a target of images the drafter sees text, whose three positions are one
+    mrope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    assert shape(QWEN3_8B | {"rope_scaling": mrope}).rope_scaling is None
     assert shape(QWEN3_8B | {"rope_scaling": old}).rope_scaling == {
         "rope_type": "linear",
         "factor": 2.0,

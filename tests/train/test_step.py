@@ -28,7 +28,7 @@ from dflash_pipeline.train.metrics import Metrics, Summary
 from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.ring import Ring, Sizes
 from dflash_pipeline.train.shape import DrafterShape
-from dflash_pipeline.train.step import learn, score
+from dflash_pipeline.train.step import draft_blocks, learn, score
 from dflash_pipeline.train.stored import StoredRows
 
 CONFIG = TrainConfig(batch_tokens=1024, batch_anchors=64, anchors_per_sample=8)
@@ -135,6 +135,39 @@ def test_packing_and_padding_change_neither_loss_nor_gradient(
         assert total == pytest.approx(results[0][0], rel=1e-5)
         for one, two in zip(grads, results[0][1], strict=True):
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_block_is_trained_as_decoding_drafts_it(
+    window: int, whole_store: Store, shape: DrafterShape, batch_of: Callable[..., BatchOf]
+) -> None:
+    """From its anchor's token, masks, and what stands before the anchor in its own document."""
+    if window:
+        kinds = ("sliding_attention", "full_attention")
+        shape = replace(shape, layer_types=kinds, sliding_window=window)
+    drafter = Drafter(shape)
+    drafter.initialise(0)
+    head = TargetHead.from_store(whole_store, shape, "cpu", torch.float32)
+    lend = batch_of(shape, False, torch.device("cpu"), torch.float32)
+    samples = _samples(whole_store)
+    with torch.no_grad(), lend(samples) as batch:
+        hidden_QH = draft_blocks(batch, EagerForward(drafter), head)
+        trained_ASH = hidden_QH.unflatten(0, (-1, shape.block_size))
+        starts = batch.start_A.unique().tolist()
+        assert len(starts) == len(samples)
+        for block, anchor in enumerate(batch.anchor_A.tolist()):
+            start = int(batch.start_A[block])
+            sample = whole_store.sample(samples[starts.index(start)])
+            position = anchor - start
+            feature_NKH = torch.from_numpy(np.array(sample.hidden_TKH[:position]))
+            context_NH = drafter.context(feature_NKH)
+            pairs = drafter.context_keys_values(context_NH, torch.arange(position))
+            ids_S = torch.full((1, shape.block_size), shape.mask_token_id)
+            ids_S[0, 0] = int(sample.ids_T[position])
+            drafted_1SH = drafter.draft(
+                [(key[None], value[None]) for key, value in pairs], [position], head.embed(ids_S)
+            )
+            torch.testing.assert_close(trained_ASH[block], drafted_1SH[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import threading
@@ -150,6 +151,23 @@ def test_a_damaged_row_is_named_by_sample_token_and_layer(
     assert any(f"(shard {shard_id})" in problem for problem in problems)
     _check(damaged, index, (5, 1), dtype)
     _check(damaged, index - 1, (1, 3, 5), dtype)
+
+
+def test_a_bf16_value_is_held_against_the_largest_that_its_capture_saw(whole_store: Store) -> None:
+    store, index, column = whole_store, 4, 1
+    record = store.commit_of(store.table.shard_id(index))
+    assert record is not None
+    largest = float(np.asarray(record.amax)[column])
+    place = store.place_of(index, "hidden")
+    for factor, is_refused in ((1.0, False), (1.02, True)):
+        row = np.array(store.hidden(index)[2, column])
+        row.view("<u2")[3] = bf16_bits(np.array([-factor * largest], np.float32))[0]
+        with place.file.open("r+b") as file:
+            file.seek(place.offset + (2 * 3 + column) * row.size)
+            file.write(row.tobytes())
+        refused = pytest.raises(UnusableRows, match=r"at token 2 of layer 3")
+        with refused if is_refused else contextlib.nullcontext():
+            _check(open_store(store.path), index, (1, 3, 5), torch.float32)
 
 
 def test_live_features_can_be_rounded_as_stored(store: Store) -> None:

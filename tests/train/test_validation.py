@@ -13,6 +13,7 @@ import torch
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run, TrainConfig
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.train import validation
 from dflash_pipeline.train.checkpoint import Progress, at_the_beginning
 from dflash_pipeline.train.group import Group
@@ -51,36 +52,47 @@ def test_a_plateau_is_patience_long_and_never_without_patience() -> None:
         TrainConfig(patience=2, validate_every=0)
 
 
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The samples that a validation replays, in turn; each has one cycle."""
+    samples: list[int] = []
+
+    def replay(_store: Store, own: list[int], *_rest: Any) -> Tally:
+        samples.extend(own)
+        return Tally(num_drafts=3, num_cycles=len(own))
+
+    monkeypatch.setattr(validation, "replay", replay)
+    return samples
+
+
+def _training(run: Run, store: Store, group: Any, used: ShardId | None) -> Any:
+    """used: the shard that this run has told to be used."""
+    return SimpleNamespace(
+        progress=BEGIN,
+        group=group,
+        stores=[store],
+        run=run,
+        metrics=SimpleNamespace(sums=torch.zeros(1)),
+        drafter=SimpleNamespace(shape=None),
+        head=None,
+        consumption=SimpleNamespace(has_used=lambda _number, shard_id: shard_id == used),
+    )
+
+
 def test_samples_that_may_be_deleted_meanwhile_are_not_replayed_before_the_seal(
     tiny: Any,
     train_plan: Any,
     growing_store: Store,
     train_run: Callable[..., Run],
     place: Place,
-    monkeypatch: pytest.MonkeyPatch,
+    replayed: list[int],
 ) -> None:
     store = growing_store
     tiny.capture(train_plan, store)
     assert store.is_complete
     candidates = held_out(store)
     used = store.table.shard_id(candidates[0])
-    replayed: list[int] = []
-
-    def replay(_store: Store, samples: list[int], *_rest: Any) -> Tally:
-        replayed.extend(samples)
-        return Tally(num_drafts=3)
-
-    monkeypatch.setattr(validation, "replay", replay)
-    training: Any = SimpleNamespace(
-        progress=BEGIN,
-        group=Group(place, 5.0),
-        stores=[store],
-        run=train_run(validate_samples=100),
-        metrics=SimpleNamespace(sums=torch.zeros(1)),
-        drafter=SimpleNamespace(shape=None),
-        head=None,
-        consumption=SimpleNamespace(has_used=lambda _number, shard_id: shard_id == used),
-    )
+    training = _training(train_run(validate_samples=100), store, Group(place, 5.0), used)
     # the last commit is there, but a release that began before it may still be under way
     validation._replayed(training, lambda _step: None)
     assert replayed == [i for i in candidates if store.table.shard_id(i) != used]
@@ -89,3 +101,21 @@ def test_samples_that_may_be_deleted_meanwhile_are_not_replayed_before_the_seal(
     replayed.clear()
     validation._replayed(training, lambda _step: None)
     assert replayed == candidates
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_replay_each_sample_once_among_them(
+    world: int, whole_store: Store, train_run: Callable[..., Run], replayed: list[int]
+) -> None:
+    run, sums, num_before = train_run(validate_samples=5), list[Any](), 0
+    chosen = held_out(whole_store)[:5]
+    for rank in range(world):
+        group = SimpleNamespace(
+            rank=rank, world=world, agree=lambda _key, text: text, add_up=sums.append
+        )
+        validation._replayed(_training(run, whole_store, group, None), lambda _step: None)
+        assert len(chosen) // world <= len(replayed) - num_before <= -(-len(chosen) // world)
+        num_before = len(replayed)
+    assert sorted(replayed) == sorted(chosen)
+    # what is added up over ranks: kept tokens, cycles
+    assert sum(float(one[1]) for one in sums) == len(chosen)
