@@ -80,7 +80,7 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
         "awaited": _awaited(store, problems),
         "leftovers": _leftovers(store),
         "mounts": [str(mount) for mount in stripes.mounts_of(root, layout)],
-        "snippet": snippet(str(root), store.spec.hidden_mode),
+        "snippet": _snippet(store, root),
     }
     found["total"] = _total(store, found["buckets"])
     found["progress"] = _progress(store, records, found["total"])
@@ -294,6 +294,13 @@ def _sample(store: Store, named: int | None, problems: list[str]) -> dict[str, A
                 for layer, median, rms_T in rows
             ],
         }
+
+
+def _snippet(store: Store, root: Path) -> str:
+    """Lines that read the first readable sample; where none is yet, what will be the first."""
+    readable, table = np.flatnonzero(store.readable_N), store.table
+    i = int(readable[0]) if len(readable) else 0
+    return snippet(str(root), store.spec.hidden_mode, i, int(table.bucket[i]), int(table.start[i]))
 
 
 def _runs(mask: list[int]) -> list[tuple[int, int]]:

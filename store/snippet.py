@@ -4,7 +4,7 @@ from __future__ import annotations
 
 NUMPY_DECODER = """\
 import json, numpy as np
-path, i = "{path}", 0                              # sample i, in plan order
+path, i = "{path}", {sample}                              # sample i, in plan order
 with open(f"{{path}}/zarr.json") as file: about = json.load(file)["attributes"]["dflash"]
 K, H = len(about["identity"]["layer_ids"]), about["identity"]["hidden_size"]
 def column(name, dtype):
@@ -18,7 +18,7 @@ hidden_TKH = (bits.astype("<u4") << 16).view("<f4")
 
 QUANTISED_DECODER = """\
 import base64, json, numpy as np
-path, i = "{path}", 0                              # sample i, in plan order
+path, i = "{path}", {sample}                              # sample i, in plan order
 def document(name):
     with open(f"{{path}}/{{name}}/zarr.json") as file: return json.load(file)
 layout = document(".")["attributes"]["dflash"]["layout"]
@@ -58,17 +58,24 @@ hidden_TKH = np.stack([decode(rows[:, k], layer) for k, layer in enumerate(codec
 _NOTEBOOK = """\
 # with dflash-pipeline installed
 from dflash_pipeline.store import open_store
-sample = open_store("{path}").sample(0)            # ids_T, mask_T, hidden_TKH, last_MH as float32
+sample = open_store("{path}").sample({sample})    # ids_T, mask_T, hidden_TKH, last_MH as float32
 # plain zarr, codec found by itself: float32 [rows, layers, channels]
 import zarr
-hidden = zarr.open("{path}", mode="r")["b0/hidden"][:10]
+hidden = zarr.open("{path}", mode="r")["b{bucket}/hidden"][{rows}]
 # plain zarr without the package: the stored bytes, uint8 [rows, layers, bytes]
-raw = zarr.open("{path}", mode="r")["raw/b0/hidden"][:10]
+raw = zarr.open("{path}", mode="r")["raw/b{bucket}/hidden"][{rows}]
 # numpy alone
 """
 
 
-def snippet(path: str, hidden_mode: str) -> str:
-    """Lines to paste into a notebook."""
+def snippet(
+    path: str, hidden_mode: str, sample: int = 0, bucket: int = 0, first_row: int = 0
+) -> str:
+    """Lines to paste into a notebook, which read this sample and ten rows from its first one on.
+
+    The sample should be one whose shard is there: zarr shows rows that were not captured yet, or
+    were released, as zeros. first_row: in the whole array of the bucket.
+    """
     decoder = NUMPY_DECODER if hidden_mode == "bf16" else QUANTISED_DECODER
-    return (_NOTEBOOK + decoder).format(path=path)
+    rows = f"{first_row}:{first_row + 10}" if first_row else ":10"
+    return (_NOTEBOOK + decoder).format(path=path, sample=sample, bucket=bucket, rows=rows)

@@ -151,7 +151,7 @@ def test_the_variants_of_the_sweep_load(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_numpy_decoder_is_the_one_that_is_tested() -> None:
-    assert NUMPY_DECODER.format(path="/nvme/hs") in _blocks("python")
+    assert NUMPY_DECODER.format(path="/nvme/hs", sample=0) in _blocks("python")
 
 
 def test_the_first_screen_holds_what_a_newcomer_needs() -> None:

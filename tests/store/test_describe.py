@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.store import paths
 from dflash_pipeline.store.describe import describe, main
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.report import render
@@ -142,8 +143,29 @@ def test_the_notebook_lines_run(store: Store, plan: Any) -> None:
     assert (names["hidden_TKH"] == hidden_TKH).all()
 
 
+def test_the_notebook_lines_show_a_sample_that_is_there(
+    empty_store: Store, plan: Any, tiny: ModuleType
+) -> None:
+    """Zarr shows rows of a shard that is not there as zeros, and numpy finds no file."""
+    tiny.capture(plan, empty_store)
+    first = empty_store.table.shard_id(0)
+    for name in (paths.commit_file(first), paths.hidden_file(first)):
+        (empty_store.path / name).unlink()
+    store = open_store(empty_store.path)
+    found = describe(store.path)
+    i = found["sample"]["sample"]
+    assert i > 0
+    names: dict[str, Any] = {}
+    exec(found["snippet"], names)
+    hidden_TKH = plan.rows_of(i)[0]
+    assert (names["sample"].hidden_TKH == hidden_TKH).all()
+    assert (names["hidden"] == hidden_TKH[:10]).all()
+    assert (names["raw"].view("<u2") == store.hidden(i)[:10].view("<u2")).all()
+    assert (names["hidden_TKH"] == hidden_TKH).all()
+
+
 def test_ten_lines_of_numpy_read_a_store_without_the_package(store: Store, plan: Any) -> None:
-    code = NUMPY_DECODER.format(path=store.path)
+    code = NUMPY_DECODER.format(path=store.path, sample=0)
     assert len(code.splitlines()) == 10
     code = code.replace(f'"{store.path}", 0', f'"{store.path}", 17', 1)
     assert _run_without_the_package(code, store.path) == plan.rows_of(17)[0].tobytes()
@@ -153,7 +175,7 @@ def test_ten_lines_of_numpy_read_a_store_without_the_package(store: Store, plan:
 def test_numpy_alone_reads_quantised_rows(mode: str) -> None:
     path = Path(__file__).parent.parent / "golden" / f"store-v1-{mode}"
     code = snippet(str(path), mode).split("# numpy alone\n")[1]
-    assert code == QUANTISED_DECODER.format(path=path)
+    assert code == QUANTISED_DECODER.format(path=path, sample=0)
     found = np.frombuffer(_run_without_the_package(code, path), np.float32)
     wanted = open_store(path).sample(0).hidden_TKH
     # the rotation as a product adds up in another order
