@@ -38,7 +38,7 @@ from dflash_pipeline.store.shardcheck import (
     token_chunk_faults,
     token_faults,
 )
-from dflash_pipeline.store.spec import ShardId
+from dflash_pipeline.store.spec import Attributes, Layout, ShardId
 
 _THREADS = 4
 # in an error, which is one line
@@ -62,6 +62,8 @@ class Report:
     damaged_shards: list[ShardId] = field(default_factory=list)
     """Those whose data or commit record is damaged or missing: what a capture can redo."""
     is_seal_damaged: bool = False
+    no_repair: str = ""
+    """Why damaged shards cannot be uncommitted, and what to do instead; empty: they can."""
 
     def count_text(self) -> str:
         """`1 problem`, `2 problems`."""
@@ -74,12 +76,13 @@ def verify(path: str | Path, *, deep: bool) -> Report:
     report = Report(str(path), deep)
     root = root_of(path)
     try:
-        parsed, spec, layout, _ = metadata.read_root(root)
+        parsed, spec, layout, attributes = metadata.read_root(root)
     except (OSError, ValueError) as error:
         if not (root / "zarr.json").exists():
             raise
         report.problems.append(str(error))
         return report
+    report.no_repair = _no_repair(report.path, root, layout, attributes)
     documents = metadata.documents(parsed, spec, layout)
     try:
         calibrated = read_calibration(root, spec)
@@ -106,6 +109,16 @@ def verify(path: str | Path, *, deep: bool) -> Report:
     report.problems = list(dict.fromkeys(report.problems))
     report.wall_s = time.monotonic() - begin
     return report
+
+
+def _no_repair(path: str, root: Path, layout: Layout, attributes: Attributes) -> str:
+    if "merged" in attributes.run:
+        return (
+            f"{path} was made by dflash merge, no capture can redo its shards: remove it and merge "
+            "the stores again"
+        )
+    # what stands there may be whole: uncommitted, it would all be captured again
+    return "; ".join(stripes.missing_mounts(root, layout))
 
 
 def _check_store(store: Store, report: Report, deep: bool) -> None:
@@ -246,6 +259,8 @@ def fail(report: Report) -> None:
     if not report.problems:
         return
     told = f"{report.count_text()} in {report.path}, listed above: "
+    if report.no_repair:
+        raise ValueError(f"{told}{report.no_repair}")
     if report.damaged_shards or report.is_seal_damaged:
         shards = ", ".join(map(str, report.damaged_shards[:_NAMED_SHARDS])) or "the seal alone"
         more = "" if len(report.damaged_shards) <= _NAMED_SHARDS else ", ..."

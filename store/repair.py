@@ -19,7 +19,6 @@ from dflash_pipeline.store.build import plan_lock
 from dflash_pipeline.store.check import Report, verify
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.metadata import read_root
-from dflash_pipeline.store.stripes import missing_mounts
 
 _LOCK_WAIT_S = 1.0
 _NAMED_PROBLEMS = 20
@@ -35,15 +34,9 @@ def repair(path: str | Path, report: Report) -> list[str]:
     root = root_of(path)
     if not (report.damaged_shards or report.is_seal_damaged):
         return []
-    _, _, layout, attributes = read_root(root)
-    if "merged" in attributes.run:
-        raise UsageError(
-            f"{path} was made by dflash merge, no capture can redo its shards: remove it and merge "
-            "the stores again"
-        )
-    if missing := missing_mounts(root, layout):
-        # what stands there may be whole: uncommitted, it would all be captured again
-        raise UsageError(f"{'; '.join(missing)}. Nothing was uncommitted")
+    if report.no_repair:
+        raise UsageError(f"{report.no_repair}. Nothing was uncommitted")
+    _, _, layout, _ = read_root(root)
     done = []
     with (
         plan_lock(root, wait_s=_LOCK_WAIT_S),

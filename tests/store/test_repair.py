@@ -14,7 +14,7 @@ import pytest
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.store import paths
-from dflash_pipeline.store.check import verify
+from dflash_pipeline.store.check import fail, verify
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.merge import merge
 from dflash_pipeline.store.reader import Store, open_store
@@ -129,6 +129,10 @@ def test_a_merged_store_is_not_repaired(tiny: ModuleType, tmp_path: Path, flip: 
     merge(path, inputs, deep=False, say=lambda _text: None, progress=lambda _d, _t: None)
     flip(path / paths.hidden_file(ShardId(0, 0)), 0)
     before = tiny.digest(path)
+    report = verify(path, deep=True)
     with pytest.raises(UsageError, match=r"made by dflash merge.*merge the stores again"):
-        repair(path, verify(path, deep=True))
+        repair(path, report)
+    # and --repair is not proposed
+    with pytest.raises(ValueError, match=r"1 problem in .*: .*merge the stores again$"):
+        fail(report)
     assert tiny.digest(path) == before

@@ -17,7 +17,7 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.store import paths, stripes
 from dflash_pipeline.store.build import StoreBuilder, shard_bytes
-from dflash_pipeline.store.check import verify
+from dflash_pipeline.store.check import fail, verify
 from dflash_pipeline.store.commit import width
 from dflash_pipeline.store.completion import is_calibrated
 from dflash_pipeline.store.consumers import Consumer, write_row
@@ -115,8 +115,12 @@ def test_what_stands_on_a_missing_mount_is_not_taken_for_damaged(
     shutil.move(tmp_path / "m2", tmp_path / "unplugged")
     if leaves_its_directory:
         (tmp_path / "m2").mkdir()
+    report = verify(text, deep=False)
     with pytest.raises(UsageError, match=r"m2/hs, which is not there.*Nothing was uncommitted"):
-        repair(text, verify(text, deep=False))
+        repair(text, report)
+    # and --repair is not proposed
+    with pytest.raises(ValueError, match=r"m2/hs, which is not there: mount it[^;]*$"):
+        fail(report)
     if leaves_its_directory:
         (tmp_path / "m2").rmdir()
     shutil.move(tmp_path / "unplugged", tmp_path / "m2")
