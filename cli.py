@@ -531,18 +531,18 @@ def show_status(directory: str, as_json: bool, drop: str) -> int:
     if as_json:
         click.echo(overview.json_text(found))
         return 0
-    consumers, is_open, num_awaited = list[str](), False, 0
+    consumers, is_open, num_awaited, stopped = list[str](), False, 0, list[str]()
     if (Path(directory) / "zarr.json").is_file():
         # a store is its own to read, with numpy
         from dflash_pipeline.store import glance
 
         consumers, is_open = glance.lines_of_consumers(directory), glance.is_open(directory)
-        num_awaited = glance.num_awaited(directory)
+        num_awaited, stopped = glance.num_awaited(directory), glance.runs_not_running(directory)
     told = overview.lines(found)
     # a capture that waits for them says so itself
     told += [text for text in consumers if not any(text in line for line in told)]
     click.echo("\n".join(told))
-    click.echo(overview.remedy(directory, found, is_open, num_awaited))
+    click.echo(overview.remedy(directory, found, is_open, num_awaited, stopped))
     return 0
 
 

@@ -54,9 +54,16 @@ def lines(found: Found) -> list[str]:
     return told
 
 
-def remedy(directory: str, found: Found, is_store_open: bool, num_awaited: int = 0) -> str:
+def remedy(
+    directory: str,
+    found: Found,
+    is_store_open: bool,
+    num_awaited: int = 0,
+    stopped: Sequence[str] = (),
+) -> str:
     """The last line: what to do, if anything. is_store_open: a store whose shards are not all
-    there; num_awaited: training runs that it needs before it releases its first shard."""
+    there; num_awaited: training runs that it needs before it releases its first shard; stopped:
+    those that follow it, and whose processes are not there."""
     statuses = [one for _, one in found]
     num_alive = sum(one.is_alive for one in statuses)
     if any(not one.is_alive and one.state != "done" for one in statuses):
@@ -67,6 +74,13 @@ def remedy(directory: str, found: Found, is_store_open: bool, num_awaited: int =
             runs = f"{num_awaited} training run{'s' * (num_awaited != 1)}"
             training = f"dflash train --store {shlex.quote(directory)} --epochs 1"
             todo = f"{runs} to start, by {training}"
+        elif stopped and is_store_open:
+            # the capture keeps every shard that such a run has not used
+            dropping = f"dflash status {shlex.quote(directory)} --drop {shlex.quote(stopped[0])}"
+            todo = (
+                f"{', '.join(stopped)} not running: run its dflash train again with --resume, or "
+                f"drop it by {dropping}"
+            )
         return f"{num_alive} of {len(statuses)} at work: {todo}"
     if is_store_open:
         return f"{directory} lacks shards, as after a repair: to go on, run its capture again"

@@ -167,17 +167,20 @@ def _presence_file(store: Path, consumer_id: str) -> Path:
     return paths.log_directory(store) / "consumers" / f"{consumer_id}.alive"
 
 
+NOT_RUNNING = "not running"
+
+
 def presence_text(store: Path, consumer: Consumer) -> str:
-    """Whether the run's process lives: `last sign of life 0:00:03 ago`, or `not running`."""
+    """Whether the run's process lives: `last sign of life 0:00:03 ago`, or NOT_RUNNING."""
     file = _presence_file(store, consumer.id)
     try:
         descriptor = os.open(file, os.O_RDWR)
     except OSError:
-        return "not running"
+        return NOT_RUNNING
     try:
         # only asked: a lock taken here would refuse the run itself if it started just now
         if not durable.is_locked(descriptor, 0):
-            return "not running"
+            return NOT_RUNNING
         age_s = max(0.0, time.time() - os.fstat(descriptor).st_mtime)
         return f"last sign of life {duration(age_s)} ago"
     finally:

@@ -13,7 +13,7 @@ from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store import paths
 from dflash_pipeline.store.metadata import Root, read_root
 from dflash_pipeline.store.reader import Store, open_store
-from dflash_pipeline.store.rolling import consumer_lines, is_rolling, num_missing
+from dflash_pipeline.store.rolling import consumer_lines, is_rolling, num_missing, stopped_runs
 from dflash_pipeline.store.spec import Attributes, Layout, StoreSpec
 from dflash_pipeline.store.table import HELD_OUT
 
@@ -83,6 +83,15 @@ def num_awaited(directory: str) -> int:
         return num_missing(store.path, store.layout)
     except (OSError, ValueError):
         return 0
+
+
+def runs_not_running(directory: str) -> list[str]:
+    """Training runs that a rolling store waits for although none of their processes is there; none
+    for anything else, and where that cannot be read."""
+    try:
+        return stopped_runs(Path(directory))
+    except (OSError, ValueError):
+        return []
 
 
 def rolling(store: str) -> Store | None:

@@ -17,6 +17,7 @@ from dflash_pipeline.store.consumers import (
     ABOUT_BYTES,
     CRC_BYTES,
     MOST_CONSUMERS,
+    NOT_RUNNING,
     consumer_line,
     consumers,
     presence_text,
@@ -142,3 +143,12 @@ def consumer_lines(store: Path) -> list[str]:
     ]
     awaited = awaited_text(store, layout)
     return [*lines, awaited] if awaited else lines
+
+
+def stopped_runs(store: Path) -> list[str]:
+    """The registered runs of a rolling store whose processes are not there."""
+    if not is_rolling(store):
+        return []
+    _, _, layout, _ = metadata.read_root(store)
+    every = consumers(store, layout)
+    return [one.name for one in every if presence_text(store, one) == NOT_RUNNING]

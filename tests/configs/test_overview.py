@@ -41,6 +41,16 @@ def test_training_runs_that_a_store_awaits_are_to_be_started() -> None:
     )
 
 
+def test_a_training_run_that_ended_is_to_be_gone_on_with_or_dropped() -> None:
+    waiting = [_status("waiting")]
+    assert remedy("h s", waiting, True, stopped=["/runs/a"]) == (
+        "1 of 1 at work: /runs/a not running: run its dflash train again with --resume, or drop it "
+        "by dflash status 'h s' --drop /runs/a"
+    )
+    # a store that is whole releases nothing more
+    assert remedy("h s", waiting, False, stopped=["/runs/a"]) == "1 of 1 at work: nothing to do"
+
+
 def test_people_and_programs_are_told_the_same() -> None:
     variant, status = "shallow", _status("running", is_alive=False)[1]
     status.done, status.total, status.unit, status.error = 5, 10, "rows", "it hangs"

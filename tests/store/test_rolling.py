@@ -28,6 +28,7 @@ from dflash_pipeline.store.rolling import (
     gathering_of,
     make_rolling,
     num_missing,
+    stopped_runs,
 )
 from dflash_pipeline.store.table import claim_order
 
@@ -62,6 +63,15 @@ def test_one_run_alone_lets_nothing_go_until_the_second_has_used_it_too(
     _follow(store, 1, has_used=True)
     assert len(Releases(store).run()) == 2
     assert verify(store.path, deep=True).problems == []
+
+
+def test_only_runs_without_a_process_are_stopped(store_of_two: Store) -> None:
+    store = store_of_two
+    rows = [_follow(store, slot, has_used=False) for slot in (0, 1)]
+    presence = consumers.Presence(store.path, rows[1].id)
+    assert stopped_runs(store.path) == ["/runs/0"]
+    presence.close()
+    assert stopped_runs(store.path) == ["/runs/0", "/runs/1"]
 
 
 @pytest.mark.parametrize("how", ["ended", "dropped"])
