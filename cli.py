@@ -124,8 +124,9 @@ def generate(context: click.Context, gpus: str, share_gpu: bool) -> int:
     run = resolve(context)
     out = answering.check(run)
     if run.generate.endpoints:
-        why = "servers (--endpoint, generate.endpoints) answer, nothing is computed here"
-        refuse_unheeded(context, PLACED, f"{why}: leave it out")
+        why = "servers (--endpoint, generate.endpoints) answer, by their own limits of length"
+        flags = (*PLACED, "--max-len", "--overlong")
+        refuse_unheeded(context, flags, f"{why}, nothing is computed here: leave it out")
     glance.check_data(run, click.echo)
     glance.check_generate(run)
     code = answering.answer(run, gpus, share_gpu)
@@ -381,6 +382,9 @@ def export(context: click.Context, checkpoint: str, out: str, layout: str) -> in
     if layout == "speculators":
         # it carries the target's embedding and head
         inputs.check_store(need(run.store.path, "--store DIR", "store.path"))
+    else:
+        why = "the zlab layout holds nothing of the target: leave it out, or --layout speculators"
+        refuse_unheeded(context, ("--store",), why)
     extra = {"checkpoint": checkpoint, "out": out, "layout": layout, "store": run.store.path}
     with scratch_logs("export") as logs:
         # its last lines are the serving commands, which only that process can write

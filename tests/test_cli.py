@@ -352,7 +352,12 @@ ANSWERS = "dflash generate --data a.jsonl --out o --endpoint http://h/v1"
         ),
         ("dflash verify hs --deep", "--gpus cpu", "nothing is computed without --sample N"),
         ("dflash inspect hs --follow", "--sample 3", "--follow the whole store: one at a time"),
-        (ANSWERS, "--gpus cpu, --share-gpu, --gpus-per-target 2", "servers (--endpoint"),
+        ("dflash export x --out o", "--store hs", "the zlab layout holds nothing of the target"),
+        (
+            ANSWERS,
+            "--gpus cpu, --share-gpu, --gpus-per-target 2, --max-len 9, --overlong drop",
+            "servers (--endpoint",
+        ),
         (
             f"{EVAL} --store hs",
             "--target toy, --batch-size 2, --as-stored, --max-len 9, --overlong drop, "
