@@ -230,12 +230,20 @@ def _read_vector(descriptor: int, parts: list[Any], offset: int) -> int:
     return total
 
 
+def open_committed(file: Path, flags: int) -> int:
+    """Open a file of a shard's rows; ValueError where it is not there."""
+    try:
+        return os.open(file, flags)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{file} is missing although it is committed: dflash verify --repair uncommits it, and "
+            "the same dflash capture does it again"
+        ) from None
+
+
 def open_whole(place: Range, flags: int) -> int:
     """Open a file that must be there in its whole size; ValueError names it if not."""
-    try:
-        descriptor = os.open(place.file, flags)
-    except FileNotFoundError:
-        raise ValueError(f"{place.file} is missing although it is committed") from None
+    descriptor = open_committed(place.file, flags)
     try:
         check_file_bytes(descriptor, str(place.file), place.file_bytes)
     except ValueError:

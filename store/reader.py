@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.store import durable, flatfiles, metadata, paths, stripes
-from dflash_pipeline.store.access import Access, Range
+from dflash_pipeline.store.access import Access, Range, open_committed
 from dflash_pipeline.store.cache import Cache
 from dflash_pipeline.store.calibrationgroup import read_calibration
 from dflash_pipeline.store.checksum import crc32c
@@ -210,11 +210,7 @@ class Store:
         return self._maps.get((shard_id, kind), lambda: self._open_map(shard_id, kind))
 
     def _open_map(self, shard_id: ShardId, kind: str) -> Bytes:
-        file, num_rows, shape = self._place(shard_id, kind)
-        try:
-            return map_shard(file, num_rows, shape)
-        except FileNotFoundError:
-            raise ValueError(f"{file} is missing although it is committed") from None
+        return map_shard(*self._place(shard_id, kind))
 
     def _place(self, shard_id: ShardId, kind: str) -> tuple[Path, int, ShardShape]:
         rows, last_rows = self.table.rows_of(shard_id)
@@ -305,7 +301,7 @@ class Store:
         file, num_rows, shape = self._place(shard_id, kind)
         record = cast("Commit", self.commit_of(shard_id))
         crcs = record.hidden_crcs if kind == "hidden" else record.last_crcs
-        descriptor = _open(file)
+        descriptor = open_committed(file, os.O_RDONLY)
         try:
             check_shard(descriptor, str(file), num_rows, shape)
             buffer = np.empty(shape.chunk_bytes, np.uint8)
@@ -349,10 +345,3 @@ def open_store(path: str | Path) -> Store:
     `path`: its directory, or all directories that it is striped over, separated by commas.
     """
     return Store(path, None)
-
-
-def _open(file: Path) -> int:
-    try:
-        return os.open(file, os.O_RDONLY)
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing although it is committed") from None

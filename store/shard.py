@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_pipeline.store import durable
-from dflash_pipeline.store.access import check_file_bytes
+from dflash_pipeline.store.access import check_file_bytes, open_committed
 from dflash_pipeline.store.checksum import crc32c
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import Layout, StoreSpec
@@ -187,7 +187,7 @@ def check_size(descriptor: int, name: str, num_rows: int, shape: ShardShape) -> 
 
 def map_shard(file: Path, num_rows: int, shape: ShardShape) -> Bytes:
     """Read-only memory map of a shard's rows, uint8 [num_rows, ...], size and index checked."""
-    with file.open("rb") as stream:
+    with os.fdopen(open_committed(file, os.O_RDONLY), "rb") as stream:
         check_shard(stream.fileno(), str(file), num_rows, shape)
         if num_rows == 0:
             return np.empty((0, *shape.row), np.uint8)
