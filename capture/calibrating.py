@@ -9,7 +9,6 @@ Letters: S samples, N rows, K captured layers, M rows of `last`, H hidden.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,8 +32,6 @@ from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.spec import QUANTISED_MODES, ShardId
 from dflash_pipeline.store.table import SampleTable, claim_order, teacher_positions
 
-IDLE_S = 0.5
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
@@ -55,7 +52,8 @@ def calibrated(
 ) -> Store:
     """The store with its calibration: it has one, this worker makes it, or another one does.
 
-    `beat` is called again and again meanwhile, or `wait` while another one works. Raises
+    `beat` is called again and again meanwhile, or `wait`, which takes a moment, while another one
+    works. Raises
     ValueError when a mode misses its error bounds and `capture.force` is off; nothing is written
     then.
     """
@@ -74,7 +72,6 @@ def calibrated(
                 say("waiting for the calibration that another worker makes")
             is_told = True
             wait()
-            time.sleep(IDLE_S)
             continue
         with lease:
             calibrations, record = _calibrate(store, target, config, say, beat)

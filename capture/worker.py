@@ -151,6 +151,7 @@ def capture(
         def wait() -> None:
             log.state("waiting")
             beat()
+            time.sleep(IDLE_S)
 
         store = calibrated(store, target, config, leases, log.say, beat, wait)
         with (
@@ -178,7 +179,6 @@ def capture(
                     log.waiting(room.waiting_text())
                 if not store.is_complete:
                     wait()
-                    time.sleep(IDLE_S)
                     worker.idle_s += IDLE_S
         log.note(worker.counts().text())
     return store

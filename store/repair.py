@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
+from dflash_pipeline.configs.schema import CaptureConfig
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.build import plan_lock
 from dflash_pipeline.store.check import Report, verify
@@ -22,8 +23,6 @@ from dflash_pipeline.store.metadata import read_root
 
 _LOCK_WAIT_S = 1.0
 _NAMED_PROBLEMS = 20
-# nobody is taken over here: a shard that another process holds is left alone
-_HEARTBEAT_S, _HUNG_S = 10.0, 600.0
 
 
 def repair(path: str | Path, report: Report) -> list[str]:
@@ -37,10 +36,11 @@ def repair(path: str | Path, report: Report) -> list[str]:
     if report.no_repair:
         raise UsageError(f"{report.no_repair}. Nothing was uncommitted")
     _, _, layout, _ = read_root(root)
-    done = []
+    # nobody is taken over here: a shard that another process holds is left alone
+    done, usual = [], CaptureConfig()
     with (
         plan_lock(root, wait_s=_LOCK_WAIT_S),
-        Leases(root, layout, heartbeat_s=_HEARTBEAT_S, hung_s=_HUNG_S) as leases,
+        Leases(root, layout, heartbeat_s=usual.heartbeat_s, hung_s=usual.hung_s) as leases,
     ):
         if _remove(root / paths.SEALED_FILE):
             done.append("the seal was removed: the capture seals the store again")

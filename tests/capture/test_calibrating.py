@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -245,9 +246,12 @@ def test_of_two_workers_one_calibrates_and_the_other_waits_and_says_so(
         assert may_end.wait(30)
         return real(*arguments)
 
+    def wait() -> None:
+        may_end.set()
+        time.sleep(0.01)
+
     def work() -> None:
         with calibrating.Leases(store.path, store.layout, heartbeat_s=1, hung_s=60) as leases:
-            wait: Callable[[], None] = may_end.set
             stores.append(
                 calibrating.calibrated(
                     store, target, run.capture, leases, said.append, lambda: None, wait
@@ -255,7 +259,6 @@ def test_of_two_workers_one_calibrates_and_the_other_waits_and_says_so(
             )
 
     monkeypatch.setattr(calibrating, "_calibrate", slow)
-    monkeypatch.setattr(calibrating, "IDLE_S", 0.01)
     threads = [threading.Thread(target=work) for _ in range(2)]
     threads[0].start()
     assert begun.wait(30)
