@@ -38,6 +38,8 @@ def begin(out: Path, run: Run, roots: Sequence[Root], resume: bool) -> None:
         return
     found = sorted({path.name for path in out.glob("*")} - _NOT_A_RUN)
     if found:
+        if RUN_FILE in found:
+            check_free(out)
         raise UsageError(
             f"{out} is not empty (it holds {found[0]}): go on with it by --resume, or name "
             "another --out"

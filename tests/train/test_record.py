@@ -97,6 +97,9 @@ def test_a_run_has_one_process_that_writes_it(
             pytest.fail("two hold it")
         with pytest.raises(UsageError, match=message):
             record.check_free(out)
+        # that it is not empty, and --resume, would not help
+        with pytest.raises(UsageError, match=message):
+            record.begin(out, run, [whole_store.root], resume=False)
     record.check_free(out)
 
     def without_locks(*_arguments: object) -> bool:
