@@ -72,7 +72,7 @@ class Sizes:
     drafter: DrafterShape
     small: DrafterShape
     wide_head: tuple[int, int]
-    """H and V of the largest head of the issue."""
+    """H and V of the largest head."""
     num_context: int
     num_anchors: int
     product: int
