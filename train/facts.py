@@ -22,10 +22,10 @@ class Facts:
     """Texts by key. Every call raises RuntimeError where the store is gone or stays silent."""
 
     def __init__(self, store: Any, answer_s: float = ANSWER_S) -> None:
-        """store: of torch; answer_s: longest wait for one answer. After one that did not come, no
-        other is waited for."""
+        """store: of torch; answer_s: longest wait for one answer. While one is late, no other is
+        asked for."""
         self._store, self._answer_s = store, answer_s
-        self._is_silent = False
+        self._late: Future[Any] | None = None
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         # only a thread that nobody waits for may be left behind in a call without end
         threading.Thread(target=self._work, name="facts", daemon=True).start()
@@ -63,14 +63,14 @@ class Facts:
         return True
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        if self._is_silent:
+        if self._late is not None and not self._late.done():
             raise RuntimeError("the key-value store of the ranks answers no longer")
         answer: Future[Any] = Future()
         self._asked.put((question, answer))
         try:
             return answer.result(self._answer_s)
         except TimeoutError as error:
-            self._is_silent = True
+            self._late = answer
             raise RuntimeError("the key-value store of the ranks does not answer") from error
 
     def _work(self) -> None:

@@ -123,17 +123,22 @@ class Group:
         """This rank is alive and has done `step` steps; the others are told once a second."""
         self._step, self._beat_time = step, time.time()
         if time.monotonic() - self._told_at > _BEAT_EVERY_S:
-            self.tell_beat()
+            # whether rank 0 is gone or only stands still, the next sum over ranks tells
+            with contextlib.suppress(RuntimeError):
+                self.tell_beat()
 
     def tell_beat(self) -> None:
-        """Tell the others of the last `beat`; also from a thread, while the rank itself waits."""
+        """Tell the others of the last `beat`; also from a thread, while the rank itself waits.
+        RuntimeError where the key-value store is gone or stands still."""
         self._told_at = time.monotonic()
-        self.tell(
+        if self._facts is None:
+            return
+        self._facts.set(
             f"beat/{self.rank}",
             f"{self._step} {self._beat_time} {int(self.is_waiting)} {time.time()}",
         )
         # kept here: the store ends with rank 0, which may end before this rank sees why
-        self._heard = self._heard or self.told(_ENDED) or ""
+        self._heard = self._heard or self._facts.find(_ENDED) or ""
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for work on the device, at most `timeout_s`. ValueError naming missing ranks."""
@@ -211,9 +216,9 @@ class Group:
             if self._last_beat(rank).told_time == last.told_time
         ]
         if self.rank == 0:
-            if ended:
+            if ended and self._facts is not None:
                 with contextlib.suppress(RuntimeError):  # where torchrun's store is gone
-                    self.tell(_ENDED, ", ".join(ended))
+                    self._facts.set(_ENDED, ", ".join(ended))
             # the others ask this rank's key-value store the same, or hear it with their next beat
             time.sleep(_LOST_BEATS * _BEAT_EVERY_S)
         return ", ".join(ended) or "another rank"
@@ -235,13 +240,24 @@ class Group:
         return _Beat(int(step), float(beat_time), is_waiting == "1", float(told_time))
 
     def tell(self, key: str, text: str) -> None:
-        """Leave a fact for the other ranks."""
+        """Leave a fact for the other ranks. ValueError where rank 0, which keeps them, is gone."""
         if self._facts is not None:
-            self._facts.set(key, text)
+            with self._with_rank_0():
+                self._facts.set(key, text)
 
     def told(self, key: str) -> str | None:
-        """A fact that a rank left, if it has."""
-        return self._facts.find(key) if self._facts is not None else None
+        """A fact that a rank left, if it has. ValueError as of `tell`."""
+        if self._facts is None:
+            return None
+        with self._with_rank_0():
+            return self._facts.find(key)
+
+    @contextlib.contextmanager
+    def _with_rank_0(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise ValueError(self.lost()) from error
 
     def agree(self, key: str, text: str) -> str:
         """Rank 0's text, on every rank; waits for it, at most `timeout_s`."""

@@ -164,10 +164,16 @@ class _Texts:
         self.is_gone = False
 
     def set(self, key: str, text: str) -> None:
+        self._need()
         self.texts[key] = text
 
     def find(self, key: str) -> str | None:
+        self._need()
         return self.texts.get(key)
+
+    def _need(self) -> None:
+        if self.is_gone:
+            raise RuntimeError("Broken pipe")
 
     def answers(self) -> bool:
         return not self.is_gone
@@ -180,6 +186,22 @@ def test_who_hears_of_rank_0_s_end_last_still_names_the_rank_that_ended_first() 
     group.tell_beat()
     texts.is_gone = True
     assert "lost its connection: rank 0, which holds" in group.lost()
+    texts.is_gone = False
     texts.set("ended", "rank 1 (last seen at step 3, 2 s ago)")
     group.tell_beat()
+    texts.is_gone = True
     assert "lost its connection: rank 1 (last seen at step 3" in group.lost()
+
+
+def test_a_rank_between_two_sums_learns_of_rank_0_s_end_by_what_it_needs_of_it() -> None:
+    group = Group(cpu_place(".", "train"), 8.0)
+    group.rank, group.world = 1, 2
+    group._facts = texts = _Texts()  # type: ignore[assignment]
+    texts.is_gone = True
+    # a sign of life that nobody hears ends nothing
+    group.beat(3)
+    message = "rank 1 at step 3 lost its connection: rank 0, which holds the key-value store"
+    with pytest.raises(ValueError, match=message):
+        group.told("segment/0")
+    with pytest.raises(ValueError, match=message):
+        group.tell("stop asked", "")
