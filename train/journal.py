@@ -109,7 +109,14 @@ class Journal:
         return bool(self._drawn)
 
     def line(
-        self, step: int, lr: float, metrics: Metrics, optimizer: Optimizer, feed: Feed
+        self,
+        step: int,
+        lr: float,
+        metrics: Metrics,
+        optimizer: Optimizer,
+        feed: Feed,
+        *,
+        is_end: bool = False,
     ) -> None:
         """Say how the steps since the last line went. ValueError after too many bad steps."""
         self._clock.stage_now = "log line"
@@ -167,7 +174,7 @@ class Journal:
         record |= {f"{name}_ms": 1e3 * s / len(self._drawn) for name, s in stage_s.items()}
         if self._run.loss.needs_last:
             record |= {"kl": summary.kl, "overlap": summary.overlap}
-        self._tell(step, summary, record)
+        self._tell(step, summary, record, is_end)
         self._name_bad_steps(health)
         self._drawn.clear()
 
@@ -189,7 +196,7 @@ class Journal:
             self._told_of.add(why)
             self._log.say(f"step {step}: left out of the validation: {why}")
 
-    def _tell(self, step: int, summary: Summary, record: dict[str, object]) -> None:
+    def _tell(self, step: int, summary: Summary, record: dict[str, object], is_end: bool) -> None:
         # JSON has no NaN: a number that is not finite is null, and not shown
         numbers = {
             name: value
@@ -202,7 +209,9 @@ class Journal:
         }
         shown = {"slot1": summary.accuracy_by_slot[0]}
         shown |= {short: numbers[name] for short, name in _SHOWN.items() if name in numbers}
-        self._log.progress(step, max(self._last_step, step), "steps", **shown)
+        # a run that follows a growing store may take more steps than planned: how many is not known
+        total = max(self._last_step, step) if is_end or step <= self._last_step else 0
+        self._log.progress(step, total, "steps", **shown)
         if self._group.rank == 0:
             self._log.metrics(plain, self._out / "metrics.jsonl")
         if self._board is not None:

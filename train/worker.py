@@ -154,7 +154,7 @@ def _learn(
         if vote.is_carried(votes):
             return True
     if journal.has_steps:
-        journal.line(training.progress.step, lr, metrics, optimizer, feed)
+        journal.line(training.progress.step, lr, metrics, optimizer, feed, is_end=True)
     return order.is_stopped
 
 

@@ -24,6 +24,7 @@ from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.place import POISON_VARIABLE, Place
 from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import window, worker
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
@@ -125,6 +126,28 @@ def test_a_killed_run_goes_on_bit_by_bit(
     assert found == wanted
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [3, 6, 9, 12]
+
+
+def test_a_run_of_more_steps_than_planned_is_complete_at_its_end_alone(
+    whole_store: Store, train_run: Callable[..., Run], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that follows a growing store: 80 of 80 steps were shown, and then 84 were trained."""
+    told: list[tuple[float, float]] = []
+    begin, before = Journal.__init__, RunLog.progress
+
+    def planned(self: Journal, *arguments: Any) -> None:
+        *others, _, clock = arguments
+        begin(self, *others, 4, clock)
+
+    def progress(self: RunLog, done: float, total: float, unit: str, **numbers: float) -> None:
+        if unit == "steps":
+            told.append((done, total))
+        before(self, done, total, unit, **numbers)
+
+    monkeypatch.setattr(Journal, "__init__", planned)
+    monkeypatch.setattr(RunLog, "progress", progress)
+    worker.main(train_run(max_steps=8, epochs=9, log_every=3), place, NEW)
+    assert told == [(3, 4), (6, 0), (8, 8)]
 
 
 def test_a_run_that_goes_on_with_other_ranks_keeps_to_its_learning_rate(
