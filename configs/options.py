@@ -59,6 +59,14 @@ class Argument(click.Argument):
         # not `help`: only some versions of click have that, and show it
         self.record = metavar, about
 
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """Refuse an empty word, as of a variable that is not set: as a path it is the working
+        directory."""
+        words = value if isinstance(value, tuple) else (value,)
+        if self.required and "" in words:
+            raise UsageError(f"{self.record[0]} is empty; it is: {self.record[1]}")
+        return super().type_cast_value(ctx, value)
+
 
 def argument(
     name: str, metavar: str, about: str, **keywords: Any

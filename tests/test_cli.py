@@ -146,6 +146,20 @@ def _ready_file() -> None:
     )
 
 
+def test_an_empty_argument_is_refused_by_every_command(type_line: Callable[..., Ended]) -> None:
+    """As of a shell variable that is not set: as a path it would be the working directory."""
+    num_tried = 0
+    for name, command in dflash.commands.items():
+        needed = [one for one in command.params if isinstance(one, Argument) and one.required]
+        for empty in needed:
+            words = ["''" if one is empty else "hs" for one in needed]
+            ended = type_line(f"dflash {name} {' '.join(words)}")
+            assert (ended.code, ended.calls) == (2, []), name
+            assert f"error: {empty.record[0]} is empty; it is: " in ended.err
+            num_tried += 1
+    assert num_tried >= 6
+
+
 def test_the_two_lines_run_to_the_letter(
     type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
