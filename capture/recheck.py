@@ -122,8 +122,12 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
 
 
 def _captured_target(store: Store) -> str:
-    section = store.attributes.run.get("target")
-    name = section.get("id") if isinstance(section, dict) else None
-    if not isinstance(name, str) or not name:
-        raise UsageError(f"{store.path} does not say where its target is: name it with --target")
-    return name
+    run = store.attributes.run
+    parts = run.get("merged")
+    # stores that were merged are of one target, whatever each calls it
+    for one in parts if isinstance(parts, list) else [run]:
+        section = one.get("target") if isinstance(one, dict) else None
+        name = section.get("id") if isinstance(section, dict) else None
+        if isinstance(name, str) and name:
+            return name
+    raise UsageError(f"{store.path} does not say where its target is: name it with --target")

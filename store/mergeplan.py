@@ -42,13 +42,20 @@ def check_mergeable(stores: Sequence[Store]) -> None:
                 f"{store.path} is not sealed: finish its capture (run the same command again) first"
             )
         if any(_is_released(store, shard_id) for shard_id in store.layout.shard_ids()):
-            raise UsageError(f"{store.path} was captured under a quota: part of it is released")
+            raise UsageError(
+                f"{store.path} was captured under a quota, and part of it is released: capture its "
+                "data anew without --quota"
+            )
+    of_calibration = f" (int8 and int4: --calibration-from {first.path})"
     for other in others:
         found = first.spec.differences(other.spec)
         found += _other_differences(first, other)
         if found:
             raise UsageError(
-                f"{first.path} and {other.path} cannot be merged, they differ in {'; '.join(found)}"
+                f"{first.path} and {other.path} cannot be merged, they differ in "
+                f"{'; '.join(found)}: capture one of them again with the settings of the other"
+                + of_calibration
+                * any(text.startswith("calibration_hash") for text in found)
             )
     for place, store in enumerate(stores):
         for before in stores[:place]:

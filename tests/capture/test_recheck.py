@@ -27,6 +27,7 @@ from dflash_pipeline.configs.schema import (
 )
 from dflash_pipeline.store import paths
 from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
+from dflash_pipeline.store.merge import merge
 from dflash_pipeline.store.reader import Store, open_store
 from places import cpu_place
 
@@ -171,6 +172,34 @@ def test_a_target_over_several_devices_agrees_too(
     store: Store, place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(Run(target=TargetConfig(num_gpus=2)), place, _extra(store))
+    assert "samples, " in capsys.readouterr().out
+
+
+def test_the_target_of_merged_stores_is_that_of_either(
+    store: Store, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = Run(
+        target=TargetConfig(id=str(store.attributes.run["target"]["id"]), layer_ids=(0, 2, 4)),
+        data=DataConfig(files=("data.jsonl",), max_len=96),
+        store=StoreConfig(
+            path=str(tmp_path / "more"),
+            hidden_mode=store.spec.hidden_mode,
+            last_mode=store.spec.last_mode,
+        ),
+        capture=CaptureConfig(
+            token_budget=192,
+            pad_multiple=16,
+            num_buckets=2,
+            force=True,
+            calibration_from=str(store.path) if store.spec.is_quantised else "",
+        ),
+    )
+    turns = {"role": "user", "content": "more"}, {"role": "assistant", "content": "of it " * 3}
+    more = _captured(again, [_conversation(row, *turns) for row in (90, 91)], place)
+    parts = [str(store.path), str(more.path)]
+    both = merge(tmp_path / "both", parts, deep=False, say=print, progress=lambda _d, _t: None)
+    capsys.readouterr()
+    main(Run(), place, _extra(both))
     assert "samples, " in capsys.readouterr().out
 
 
