@@ -130,6 +130,16 @@ def _typed(line: str) -> tuple[str, str]:
             "no store has a domain 'nowhere'",
         ),
         (
+            "train --gpus cpu --store made --out new --init-from nowhere",
+            2,
+            "--init-from nowhere: there is no such run, step or checkpoint directory",
+        ),
+        (
+            "train --gpus cpu --store made,elsewhere --out new",
+            2,
+            "made is striped over no other directory, but ",
+        ),
+        (
             "train --gpus cpu --store made --out run --resume --set loss.gamma=4",
             2,
             "run was begun with other settings (loss.gamma: 7.0, now 4.0): set them back",

@@ -12,10 +12,13 @@ from pathlib import Path
 
 from dflash_pipeline.configs import torchrun
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.inputs import check_checkpoint
 from dflash_pipeline.configs.load import RUN_FILE
+from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import glance
+from dflash_pipeline.store.stripes import check_named, missing_mounts
 from dflash_pipeline.train.record import check_free, check_same
 from dflash_pipeline.train.remembered import (
     check_rendering,
@@ -28,13 +31,30 @@ from dflash_pipeline.train.selection import kept_samples, none_held_out
 
 
 def check_runs(runs: Sequence[Run]) -> None:
-    """UsageError where a run drops a domain or a sample that none of its stores has, or where its
-    directory holds a run that is at work, has other settings or is of other stores."""
+    """UsageError where a run drops a domain or a sample that none of its stores has, begins with a
+    drafter that is not there or names other mounts than its store's, or where its directory holds a
+    run that is at work, has other settings or is of other stores."""
     for run in runs:
+        _check_mounts(run)
+        if run.train.init_from:
+            check_checkpoint(run.train.init_from, "--init-from")
         if run.train.drop_domains or run.train.drop_samples:
             _check_drops(run)
         if (Path(run.train.out) / RUN_FILE).is_file():
             _check_continued(run)
+
+
+def _check_mounts(run: Run) -> None:
+    for path in _paths(run):
+        found = glance.root(path)
+        if found is not None:
+            directory, layout = root_of(path), found[2]
+            try:
+                check_named(directory, layout, split(path)[1:])
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+            if missing := missing_mounts(directory, layout):
+                raise UsageError("; ".join(missing))
 
 
 def _check_drops(run: Run) -> None:
