@@ -15,6 +15,7 @@ from dflash_pipeline.capture.batches import Plan, plan
 from dflash_pipeline.capture.model import TargetFiles, embedding_and_head
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.spool import Spool, fill
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import to_dict
 from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.place import dtype_name
@@ -53,7 +54,16 @@ class Spent:
 
 
 def store_spec(run: Run, files: TargetFiles, kind: str, weight_hash: str) -> StoreSpec:
-    """The identity of the store that this run asks for; `kind` is cuda or cpu."""
+    """The identity of the store that this run asks for; `kind` is cuda or cpu.
+
+    UsageError for int8 or int4 rows of a width that has no blocks for them.
+    """
+    is_quantised = bool({run.store.hidden_mode, run.store.last_mode} & {"int8", "int4"})
+    if is_quantised and files.hidden_size % 16:
+        raise UsageError(
+            f"target {files.name} has hidden size {files.hidden_size}, which is not a multiple of "
+            "16: store its rows as bf16 (--hidden-mode bf16 --last-mode bf16), not as int8 or int4"
+        )
     return StoreSpec(
         format=FORMAT,
         target_id=Path(files.name).name,

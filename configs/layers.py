@@ -44,6 +44,11 @@ def check_layer_ids(ids: Sequence[int], num_target_layers: int) -> None:
     if not ids:
         raise UsageError("target.layer_ids is empty: name at least one layer")
     last = num_target_layers - 1
+    if last < 1:
+        raise UsageError(
+            "the target has one layer alone, whose output is only seen after the final norm: a "
+            "drafter reads layers before the last, so take a target of two layers or more"
+        )
     for layer_id in ids:
         if layer_id < 0:
             raise UsageError(f"layer id {layer_id} is negative: ids count from 0")

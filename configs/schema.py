@@ -16,6 +16,9 @@ from dflash_pipeline.configs.sizes import parse_size
 # targets that come with the package or one of its own: no server knows these names
 PACKAGED = ("toy", "smollm2")
 
+# of one sample; its place and length are 32-bit numbers in a store
+MOST_TOKENS = 1 << 31
+
 
 # what a change of a setting of training would change, marked on the field, or in `Run` on a whole
 # section; `effects.py` says who may change which
@@ -127,6 +130,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _at_least("data", self, 2, "max_len")
+        _need(
+            self.max_len <= MOST_TOKENS,
+            f"data.max_len must be at most {MOST_TOKENS}, got {self.max_len}",
+        )
         _at_least("data", self, 0, "limit")
         _share("data", self, "heldout", "max_bad_share")
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
+from dflash_pipeline.configs.schema import MOST_TOKENS
+
 FORMAT = 1
 """Version of the on-disk format; a reader refuses a newer one."""
 CHUNK_ROWS = 256
@@ -137,7 +139,7 @@ class StoreSpec:
         )
         _check(1 <= self.hidden_size <= 1 << 20, f"identity.hidden_size {self.hidden_size}")
         _check(1 <= self.vocab_size <= 1 << 28, f"identity.vocab_size {self.vocab_size}")
-        _check(1 <= self.max_len <= 1 << 31, f"identity.max_len {self.max_len}")
+        _check(1 <= self.max_len <= MOST_TOKENS, f"identity.max_len {self.max_len}")
         for name, known in (
             ("hidden_mode", HIDDEN_MODES),
             ("last_mode", LAST_MODES),

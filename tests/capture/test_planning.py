@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext
@@ -244,6 +245,25 @@ def test_counting_writes_nothing(run: Run, tmp_path: Path) -> None:
     assert "% padding" in said
     assert "held out to measure" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"talk.jsonl", "logs"}
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"hidden_mode": "int8"},
+        {"hidden_mode": "int4"},
+        {"last_mode": "int8"},
+        {"last_mode": "int4"},
+    ],
+)
+def test_a_width_that_int8_and_int4_cannot_hold_is_wrong_usage(
+    modes: dict[str, Any], tmp_path: Path, make_target_dir: Callable[..., Path]
+) -> None:
+    run = run_in(tmp_path, make_target_dir("qwen3", hidden_size=24))
+    run = dataclasses.replace(run, store=dataclasses.replace(run.store, **modes))
+    text = r"hidden size 24, which is not a multiple of 16: .*--hidden-mode bf16"
+    with pytest.raises(UsageError, match=text):
+        planned(run, tmp_path, only_count=True)
 
 
 def test_the_count_says_how_to_have_held_out_samples(run: Run, tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ def test_too_shallow_a_target_is_told_how_to_name_its_layers(
 def test_of_a_single_layer_none_can_be_captured() -> None:
     with pytest.raises(UsageError, match="none to capture: use a deeper target"):
         layer_ids(1, 1)
+    # as the preset tiny names it
+    with pytest.raises(UsageError, match=r"one layer alone.*of two layers or more"):
+        check_layer_ids((0,), 1)
 
 
 @pytest.mark.parametrize(

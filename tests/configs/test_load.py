@@ -87,6 +87,7 @@ def test_a_wrong_file_is_refused_in_one_line(text: str, message: str) -> None:
         ("optim.lr=1000000000000000000000", "--set optim.lr is too large a number"),
         (f"train.seed=1{'0' * 400}", "train.seed is too large a number: it has 401 digits"),
         ("train.compile=off", "--set train.compile must be true or false, got 'off'"),
+        ("data.max_len=4294967296", "data.max_len must be at most 2147483648, got 4294967296"),
         ("capture.quota=4XB", "capture.quota: '4XB' is no size: write 4TB"),
         ("capture.quota=0", "capture.quota 0 holds no shard: leave it out"),
         ("target.layer_ids=[1,1000000000000000000000]", r"layer_ids\[1\] is too large a number"),
