@@ -321,7 +321,8 @@ def train(
     "--check",
     is_flag=True,
     help="Try the whole path with a drafter of others first: answers, store, gate, replay and "
-    "decoding of 300 prompts (--limit: of so many), held against published figures.",
+    f"decoding of {evaluation.CHECK_PROMPTS} prompts (--limit: of so many), held against published "
+    "figures.",
 )
 @options(*TEMPLATE)
 @option("--gpus-per-target", "target.num_gpus")

@@ -98,7 +98,8 @@ class Leases:
         self._heartbeat_s, self._hung_s = heartbeat_s, hung_s
         flags = os.O_RDWR | os.O_CREAT
         self._lock = os.open(directory / "leases.lock", flags, 0o644)
-        self._states = os.open(directory / "leases.state", flags, 0o644)
+        self._state_file = directory / "leases.state"
+        self._states = os.open(self._state_file, flags, 0o644)
         host = socket.gethostname()
         name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}.json"
         self._beat_file = self._holders / name
@@ -237,7 +238,8 @@ class Leases:
 
     def set_state(self, position: int, generation: int, failures: int) -> None:
         """Write them; under the shard's fence only."""
-        durable.write_all(self._states, struct.pack("<II", generation, failures), 8 * position)
+        with writing(self._state_file):
+            durable.write_all(self._states, struct.pack("<II", generation, failures), 8 * position)
 
     def _failures(self, shard_id: ShardId) -> int:
         return self.state(self._position[shard_id])[1]
