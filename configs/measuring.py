@@ -155,6 +155,7 @@ def predictor(
             "train": read_object(folder / "train_costs.json"),
         }
         if measurement:
+            Path(measurement).parent.mkdir(parents=True, exist_ok=True)
             write_whole(Path(measurement), (json.dumps(known, indent=1) + "\n").encode())
     return Predictor(
         run,

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from dflash_pipeline.configs import measuring
-from dflash_pipeline.configs.costs import CPU, CaptureCosts, TrainCosts
+from dflash_pipeline.configs.costs import (
+    CPU,
+    CaptureCosts,
+    CaptureWork,
+    Mount,
+    TrainCosts,
+    TrainWork,
+)
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.load import load, to_dict
@@ -115,3 +122,42 @@ def test_a_kept_measurement_of_gpus_asks_for_none(
     # without it, the first of them is measured
     with pytest.raises(UsageError, match="--gpus 0: there is no such GPU"):
         measuring.measured(run, devices, tmp_path / "a", "", False, io.StringIO())
+
+
+def test_a_measurement_is_kept_in_a_folder_that_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute of measuring must not end at a folder that nobody has made."""
+    work = CaptureWork(
+        num_samples=1,
+        num_heldout=0,
+        num_tokens=9,
+        num_supervised=4,
+        num_padded=16,
+        store_bytes=90,
+        rows_bytes=80,
+        mounts=[Mount(path="a", needed_bytes=90, free_bytes=900, device_id=1)],
+        read_s=0.1,
+        batches=[1.0, 16.0, 256.0],
+        warm_batches=[0.0, 0.0, 0.0],
+        answer_steps=0.0,
+    )
+    written = {
+        "costs": CAPTURE,
+        "train_costs": TRAIN,
+        "work": work,
+        "train_work": TrainWork(batches=[1.0], validated=[0.0]),
+    }
+
+    def launched(*_arguments: object, **_keywords: object) -> int:
+        for name, values in written.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(asdict(values)))
+        return 0
+
+    monkeypatch.setattr(measuring, "launch", launched)
+    run, devices = load("toy", ["store.path=a"], {}), Devices("cpu", (0,))
+    kept = str(tmp_path / "new" / "folder" / "m.json")
+    for _ in range(2):
+        found = measuring.predictor(run, devices, tmp_path, "logs", kept, io.StringIO())
+        assert found.work == work
+    assert json.loads(Path(kept).read_text())["train"] == asdict(TRAIN)
