@@ -1,12 +1,12 @@
 """Before a worker's first commit: do the stored bytes hold what the target gives, sample by sample?
 
-Each sample is computed again alone, without padding, through the whole causal language model and
-its own `output_hidden_states` - another path than the hooks'. Rows read back from the shard file
-must agree with it within the noise of the compute type and what int8 or int4 makes of these very
-rows, and each fault that has bitten other pipelines (a layer off by one, rows off by one, the norm
-missing or done twice), made on purpose, must not. A fault that provably changes nothing for this
-target is reported as not applicable, one that is lost in the noise of int8 or int4 as not
-separable: it decides nothing, unless the rows are nearer to it than to the truth.
+Each sample is computed again by another path than the hooks' (`truth.py`). Rows read back from the
+shard file must agree with it within the noise of the compute type, measured on this target, and
+what int8 or int4 makes of these very rows, and each fault that has bitten other pipelines (a layer
+off by one, rows off by one, the norm missing or done twice), made on purpose, must not. Rows in
+which a fault changes nothing tell nothing of it: tokens that repeat, a layer without effect. A
+fault without any other row is reported as not applicable, one that is lost in the noise of int8 or
+int4 as not separable: it decides nothing, unless the rows are nearer to it than to the truth.
 Letters: T tokens, M rows of `last`, K layers, H hidden, V vocabulary.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,9 +26,11 @@ from dflash_pipeline.capture.row_errors import (
     RowErrors,
     concatenated,
     noise_bound,
+    relative,
     threshold,
 )
 from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.truth import Truth, compute, swayed
 from dflash_pipeline.store.calibration import Calibrated
 from dflash_pipeline.store.quantise import Calibration
 from dflash_pipeline.store.rows import decode, encode
@@ -43,17 +44,8 @@ Tokens = Callable[[int], tuple[NDArray[np.uint32], Bytes]]
 UNRELATED = 0.5
 """Relative error from which a row has nothing to do with what it should be."""
 LOGIT_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Truth:
-    """One sample computed alone."""
-
-    states: list[torch.Tensor]
-    """[T, H] each: the embedding, then every layer's own output, all before the final norm."""
-    last_TH: torch.Tensor
-    """After the final norm."""
-    logits_TV: torch.Tensor
+NUM_SWAYED = 4
+"""Samples on which the noise of the compute type is measured."""
 
 
 class Gate:
@@ -65,6 +57,9 @@ class Gate:
         self._faults: dict[tuple[str, str], RowErrors] = defaultdict(RowErrors)
         self._depth: dict[str, int] = {}
         self._logit_noise = 0.0
+        # what another rounding in each layer makes of the same states
+        self._swayed: dict[str, RowErrors] = defaultdict(RowErrors)
+        self._num_swayed = 0
 
     def add(
         self, ids_T: NDArray[np.uint32], mask_T: Bytes, hidden_TKR: Bytes, last_MR: Bytes
@@ -82,7 +77,9 @@ class Gate:
         self, ids_T: NDArray[np.uint32], mask_T: Bytes, hidden_TKR: Bytes, last_MR: Bytes
     ) -> None:
         target, spec = self._target, self._spec
-        truth = self._compute(ids_T)
+        truth = compute(target, ids_T)
+        if target.dtype != torch.float32 and self._num_swayed < NUM_SWAYED:
+            self._add_sway(truth, swayed(target, ids_T))
         hidden = self._calibrated.hidden
         hidden_TKH = self._decoded(hidden_TKR, spec.hidden_mode, hidden)
         for place, layer_id in enumerate(spec.layer_ids):
@@ -108,7 +105,19 @@ class Gate:
             last_MH = self._decoded(last_MR, spec.last_mode, self._calibrated.last)
             self._add_last(truth, last_MH, positions)
 
-    def _add_last(self, truth: _Truth, last_MH: torch.Tensor, position_M: torch.Tensor) -> None:
+    def _add_sway(self, truth: Truth, moved: Truth) -> None:
+        self._num_swayed += 1
+        for layer_id in self._spec.layer_ids:
+            states = (one.states[layer_id + 1].float() for one in (moved, truth))
+            self._swayed[f"layer {layer_id}"].add(*states)
+        self._swayed["last"].add(moved.last_TH.float(), truth.last_TH.float())
+
+    def _noise(self, name: str) -> float:
+        """Relative error that computing alone may cause."""
+        bound = noise_bound(self._target.dtype, self._depth[name])
+        return max(bound, SLACK * self._swayed["last" if name == "logits" else name].typical)
+
+    def _add_last(self, truth: Truth, last_MH: torch.Tensor, position_M: torch.Tensor) -> None:
         target, mode, last = self._target, self._spec.last_mode, self._calibrated.last
         self._depth["last"] = self._depth["logits"] = len(target.layers)
         all_MH = truth.last_TH[position_M].float()
@@ -153,11 +162,14 @@ class Gate:
         truth: torch.Tensor | None,
     ) -> None:
         errors = self._faults[name, fault]
+        if truth is not None:
+            tells_N = relative(wrong, truth) > ROUNDING
+            errors.is_noop &= not bool(tells_N.any())
+            found, wrong = found[tells_N], wrong[tells_N]
+            stored = None if stored is None else stored[tells_N]
         errors.add(found, wrong)
         if stored is not None:
             errors.add_rounding(stored, wrong)
-        if truth is not None:
-            errors.is_noop &= torch.equal(wrong, truth)
 
     def verdict(self) -> list[str]:
         """One line for each thing compared; ValueError that names all that do not hold."""
@@ -196,7 +208,7 @@ class Gate:
     def allowed(self, name: str) -> tuple[float, float]:
         """Largest median, and largest single, relative error that is noise."""
         dtype, errors = self._target.dtype, self._true[name]
-        noise, rounding = noise_bound(dtype, self._depth[name]), errors.typical_rounding
+        noise, rounding = self._noise(name), errors.typical_rounding
         # two independent errors add up as the root of their squares
         bound = math.hypot(noise, SLACK * rounding)
         worst_bound = max(bound, math.hypot(noise, SLACK * errors.worst_rounding))
@@ -215,12 +227,12 @@ class Gate:
         excess = math.sqrt(max(errors.typical**2 - rounding**2, 0.0))
         must_exceed = threshold(bound, rounding, excess)
         # rows that are wrong themselves must not make a fault look lost in the mode's noise
-        computing = min(excess, noise_bound(self._target.dtype, self._depth[name]))
+        computing = min(excess, self._noise(name))
         separable_from = threshold(bound, rounding, computing)
         mode = self._spec.hidden_mode if name.startswith("layer") else self._spec.last_mode
         told = []
         for (of, fault), fault_errors in self._faults.items():
-            if of != name or not fault_errors.parts:
+            if of != name:
                 continue
             if fault_errors.is_noop:
                 told.append(f"{fault}: not applicable, it changes nothing here")
@@ -244,27 +256,6 @@ class Gate:
                     f"{must_exceed:.2g})"
                 )
         return must_exceed, told
-
-    @torch.inference_mode()
-    def _compute(self, ids_T: NDArray[np.uint32]) -> _Truth:
-        target = self._target
-        raw: list[torch.Tensor] = []
-        hook = target.norm.register_forward_pre_hook(lambda _norm, inputs: raw.append(inputs[0]))
-        try:
-            ids_1T = torch.from_numpy(ids_T.astype(np.int64))[None].to(target.device)
-            output = target.model(input_ids=ids_1T, use_cache=False, output_hidden_states=True)
-        finally:
-            hook.remove()
-        states = output.hidden_states
-        if len(raw) != 1 or len(states) != len(target.layers) + 1:
-            raise ValueError(
-                f"the gate does not know this family: {len(states)} hidden states for "
-                f"{len(target.layers)} layers, {len(raw)} final norms"
-            )
-        # HF's last one is after the norm; the raw output of the last layer is what the norm got
-        own = [*states[:-1], raw[0], states[-1], output.logits]
-        *inner, last_TH, logits_TV = (state[0].to(target.device) for state in own)
-        return _Truth(inner, last_TH, logits_TV)
 
     def _decoded(self, rows: Bytes, mode: str, calibrations: Sequence[Calibration]) -> torch.Tensor:
         return torch.from_numpy(decode(rows, mode, calibrations)).to(self._target.device)

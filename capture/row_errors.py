@@ -37,16 +37,16 @@ class RowErrors:
     """What the same would be for true rows with no other error than that of their mode; bf16:
     nothing, it is in ROUNDING."""
     is_noop: bool = True
-    """Whether the fault left the truth as it is in every row seen."""
+    """Whether the fault left the truth as it is, but for rounding, in every row seen."""
 
     def add(self, found_NH: torch.Tensor, truth_NH: torch.Tensor) -> None:
         if len(found_NH):
-            self.parts.append(_relative(found_NH, truth_NH))
+            self.parts.append(relative(found_NH, truth_NH))
 
     def add_rounding(self, stored_NH: torch.Tensor, truth_NH: torch.Tensor) -> None:
         """The same rows with no other error than that of being stored."""
         if len(stored_NH):
-            self.rounding.append(_relative(stored_NH, truth_NH))
+            self.rounding.append(relative(stored_NH, truth_NH))
 
     @property
     def typical(self) -> float:
@@ -72,10 +72,11 @@ class RowErrors:
         return float(concatenated(self.rounding).max()) if self.rounding else 0.0
 
 
-def _relative(found_NH: torch.Tensor, truth_NH: torch.Tensor) -> torch.Tensor:
+def relative(found_NH: torch.Tensor, truth_NH: torch.Tensor) -> torch.Tensor:
+    """Relative error of each row."""
     norm_N = truth_NH.norm(dim=-1).clamp_min(1e-30)
-    relative_N: torch.Tensor = (found_NH - truth_NH).norm(dim=-1) / norm_N
-    return relative_N
+    error_N: torch.Tensor = (found_NH - truth_NH).norm(dim=-1) / norm_N
+    return error_N
 
 
 def _median(parts: list[torch.Tensor]) -> float:

@@ -6,6 +6,7 @@ The tracer alone runs on a CPU, where making code takes a minute.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,7 +124,11 @@ def _extra() -> dict[str, object]:
 
 def _run(target: Path, folder: Path) -> Run:
     data = folder / "data.jsonl"
-    turns = [("q" * (number % 7 + 1), "a" * (3 * number)) for number in range(1, 25)]
+    letters = random.Random(0)
+    turns = [
+        ("".join(letters.choices("abcdefgh", k=k)) for k in (number % 7 + 1, 3 * number))
+        for number in range(1, 25)
+    ]
     data.write_text("\n".join(json.dumps({"prompt": q, "response": a}) for q, a in turns))
     run = Run(target=TargetConfig(id=str(target), layer_ids=(0, 2, 4)))
     return replace(

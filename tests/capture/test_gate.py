@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from dflash_pipeline.capture.gate import check
+from dflash_pipeline.capture.gate import Tokens, check
+from dflash_pipeline.capture.row_errors import noise_bound
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.store.calibration import Calibrated, calibrate
 from dflash_pipeline.store.rows import decode, encode
@@ -50,18 +52,29 @@ def _spec(
     )
 
 
+def _repeated(sample: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first sample is one token again and again: all of its rows are alike."""
+    ids_T, mask_T = _tokens(sample)
+    return (np.full_like(ids_T, 7), mask_T) if sample == 0 else (ids_T, mask_T)
+
+
 def _tokens(sample: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(sample)
     mask_T = (np.arange(LENGTHS[sample]) > 2).astype(np.uint8)
     return random.integers(0, 256, LENGTHS[sample]).astype(np.uint32), mask_T
 
 
-def _captured(target: Target, layer_ids: tuple[int, ...] = LAYER_IDS, shift: int = 0) -> Stored:
+def _captured(
+    target: Target,
+    layer_ids: tuple[int, ...] = LAYER_IDS,
+    shift: int = 0,
+    tokens: Tokens = _tokens,
+) -> Stored:
     """What a capture would store: `layer_ids` may be wrong ones, rows may be moved by `shift`."""
     stored = {}
     capturing = Target(target.model, layer_ids)
     for sample in range(len(LENGTHS)):
-        ids_T, mask_T = _tokens(sample)
+        ids_T, mask_T = tokens(sample)
         hidden_KBTH, last_BTH = capturing.forward(torch.from_numpy(ids_T.astype(np.int64))[None])
         hidden_TKH = torch.stack(hidden_KBTH)[:, 0].transpose(0, 1).roll(shift, 0)
         last_MH = last_BTH[0].roll(shift, 0)[teacher_positions(mask_T, "teacher")]
@@ -77,9 +90,10 @@ def _check(
     stored: Stored,
     spec: StoreSpec | None = None,
     calibrated: Calibrated = PLAIN,
+    tokens: Tokens = _tokens,
 ) -> list[str]:
     samples = range(len(LENGTHS))
-    return check(target, spec or _spec(), calibrated, samples, _tokens, stored.__getitem__)
+    return check(target, spec or _spec(), calibrated, samples, tokens, stored.__getitem__)
 
 
 def _calibrated(target: Target, mode: str) -> Calibrated:
@@ -275,6 +289,22 @@ def test_a_second_norm_of_ones_is_reported_as_no_fault(
     assert "the norm missing: not applicable" not in lines[-1]
 
 
+def test_rows_alike_tell_nothing_and_the_others_decide(target: Target) -> None:
+    lines = _check(target, _captured(target, tokens=_repeated), tokens=_repeated)
+    assert "not applicable" not in "\n".join(lines)
+    with pytest.raises(ValueError, match=r"layer 0 differs .*layer 2 differs .*last differs"):
+        _check(target, _captured(target, shift=1, tokens=_repeated), tokens=_repeated)
+
+
+def test_a_sample_of_one_token_alone_cannot_show_rows_moved_by_one(target: Target) -> None:
+    def alike(sample: int) -> tuple[np.ndarray, np.ndarray]:
+        ids_T, mask_T = _tokens(sample)
+        return np.full_like(ids_T, 7), mask_T
+
+    lines = _check(target, _captured(target, tokens=alike), tokens=alike)
+    assert all("the next token's row: not applicable" in line for line in lines[:-1])
+
+
 def test_a_layer_that_does_nothing_cannot_be_told_from_its_neighbour_and_need_not(
     make_model: Callable[..., PreTrainedModel],
 ) -> None:
@@ -303,3 +333,41 @@ def test_bf16_noise_passes_and_its_faults_do_not(
     wrong = _captured(Target(make_model("qwen3", initializer_range=0.15), (0, 2, 3)), (0, 2, 3))
     with pytest.raises(ValueError, match="layer 4 differs"):
         _check(target, wrong)
+
+
+def _deep_model(num_layers: int) -> PreTrainedModel:
+    """Whose layers make more of each rounding than it was."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=96,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        # of queries and keys: the larger, the harder attention chooses
+        if name.endswith("norm.weight"):
+            nn.init.uniform_(parameter, 0.5, 2.5 if "self_attn" in name else 1.5)
+    return model
+
+
+def test_noise_is_measured_on_the_target_where_its_layers_make_much_of_a_rounding() -> None:
+    model = _deep_model(24).bfloat16()
+    layer_ids = (0, 11, 22)
+    # other kernels round at other places: here at none at all
+    exact = copy.deepcopy(model).float()
+    spec = replace(_spec(), layer_ids=layer_ids, num_target_layers=24)
+    lines = _check(Target(model, layer_ids), _captured(Target(exact, layer_ids), layer_ids), spec)
+    deepest = lines[2]
+    error = float(deepest.split("error ")[1].split(",")[0])
+    assert deepest.startswith("layer 22")
+    assert error > noise_bound(torch.bfloat16, 23)
+    for wrong in ((0, 10, 22), (0, 11, 21), (0, 11, 23)):
+        with pytest.raises(ValueError, match="differs from the target's own"):
+            _check(Target(model, layer_ids), _captured(Target(exact, wrong), wrong), spec)
