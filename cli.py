@@ -382,7 +382,12 @@ def export(context: click.Context, checkpoint: str, out: str, layout: str) -> in
     inputs.check_new_directory(out, "--out")
     if layout == "speculators":
         # it carries the target's embedding and head
-        inputs.check_store(need(run.store.path, "--store DIR", "store.path"))
+        if not run.store.path:
+            raise UsageError(
+                "--layout speculators carries the target's embedding and head, which a store "
+                "holds: name one of this target with --store DIR"
+            )
+        inputs.check_store(run.store.path)
     else:
         why = "the zlab layout holds nothing of the target: leave it out, or --layout speculators"
         refuse_unheeded(context, ("--store",), why)
@@ -536,18 +541,18 @@ def show_status(directory: str, as_json: bool, drop: str) -> int:
     if as_json:
         click.echo(overview.json_text(found))
         return 0
-    consumers, is_open, num_awaited, stopped = list[str](), False, 0, list[str]()
+    consumers, is_open, followers = list[str](), False, overview.Followers()
     if (Path(directory) / "zarr.json").is_file():
         # a store is its own to read, with numpy
         from dflash_pipeline.store import glance
 
         consumers, is_open = glance.lines_of_consumers(directory), glance.is_open(directory)
-        num_awaited, stopped = glance.num_awaited(directory), glance.runs_not_running(directory)
+        followers = glance.followers(directory)
     told = overview.lines(found)
     # a capture that waits for them says so itself
     told += [text for text in consumers if not any(text in line for line in told)]
     click.echo("\n".join(told))
-    click.echo(overview.remedy(directory, found, is_open, num_awaited, stopped))
+    click.echo(overview.remedy(directory, found, is_open, followers))
     return 0
 
 

@@ -119,6 +119,18 @@ def training_line(store: str, captured: Mapping[str, object]) -> str:
     return shlex.join(found)
 
 
+def training_on_open(store: str, captured: Mapping[str, object]) -> str:
+    """The same for a rolling store that is being captured: each sample is there once."""
+    return f"{training_line(store, captured)} --epochs 1"
+
+
+ONLY_BY_RESUMING = (
+    "and a new one would miss the released shards: go on with one that used them (its dflash train "
+    "line with --resume), or run capture again with a larger --quota"
+)
+"""What helps a rolling store that has released shards and is followed by no run any longer."""
+
+
 def capturing_again(command: click.Command, store: str, captured: Mapping[str, object]) -> str:
     """Once more the capture that made a store, out of what the store records of it."""
     keys = {one.schema_key for one in command.params if isinstance(one, SchemaOption)}

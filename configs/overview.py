@@ -6,11 +6,12 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dflash_pipeline.configs.disk import AGAIN
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.following import ONLY_BY_RESUMING
 from dflash_pipeline.configs.screen import duration, progress_line
 from dflash_pipeline.configs.status import ACTIVE, Status, find_runs, places_of
 
@@ -54,33 +55,43 @@ def lines(found: Found) -> list[str]:
     return told
 
 
+@dataclass(frozen=True, slots=True)
+class Followers:
+    """The training runs of a rolling store, as far as its capture must wait for somebody."""
+
+    num_awaited: int = 0
+    """Those that must still come before the first shard is released."""
+    training: str = ""
+    """The line that starts one."""
+    stopped: Sequence[str] = ()
+    """Those that have not used all, and whose processes are not there."""
+    are_gone: bool = False
+    """Shards were released, and no run is left."""
+
+
 def remedy(
-    directory: str,
-    found: Found,
-    is_store_open: bool,
-    num_awaited: int = 0,
-    stopped: Sequence[str] = (),
+    directory: str, found: Found, is_store_open: bool, followers: Followers = Followers()
 ) -> str:
     """The last line: what to do, if anything. is_store_open: a store whose shards are not all
-    there; num_awaited: training runs that it needs before it releases its first shard; stopped:
-    those that follow it, and whose processes are not there."""
+    there."""
     statuses = [one for _, one in found]
     num_alive = sum(one.is_alive for one in statuses)
     if any(not one.is_alive and one.state != "done" for one in statuses):
         return f"once the others have ended, {AGAIN}" if num_alive else f"to go on, {AGAIN}"
     if num_alive:
         todo = "nothing to do"
-        if num_awaited:
-            runs = f"{num_awaited} training run{'s' * (num_awaited != 1)}"
-            training = f"dflash train --store {shlex.quote(directory)} --epochs 1"
-            todo = f"{runs} to start, by {training}"
-        elif stopped and is_store_open:
+        if followers.num_awaited:
+            runs = f"{followers.num_awaited} training run{'s' * (followers.num_awaited != 1)}"
+            todo = f"{runs} to start, by {followers.training}"
+        elif is_store_open and followers.stopped:
             # the capture keeps every shard that such a run has not used
-            dropping = f"dflash status {shlex.quote(directory)} --drop {shlex.quote(stopped[0])}"
+            first = shlex.quote(followers.stopped[0])
             todo = (
-                f"{', '.join(stopped)} not running: run its dflash train again with --resume, or "
-                f"drop it by {dropping}"
+                f"{', '.join(followers.stopped)} not running: run its dflash train again with "
+                f"--resume, or drop it by dflash status {shlex.quote(directory)} --drop {first}"
             )
+        elif is_store_open and followers.are_gone:
+            todo = f"no training run follows the store, {ONLY_BY_RESUMING}"
         return f"{num_alive} of {len(statuses)} at work: {todo}"
     if is_store_open:
         return f"{directory} lacks shards, as after a repair: to go on, run its capture again"

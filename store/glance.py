@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from dflash_pipeline.configs.following import training_on_open
 from dflash_pipeline.configs.mounts import root_of
+from dflash_pipeline.configs.overview import Followers
 from dflash_pipeline.configs.status import find_statuses
 from dflash_pipeline.store import paths
+from dflash_pipeline.store.consumers import consumers
 from dflash_pipeline.store.metadata import Root, read_root
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.rolling import consumer_lines, is_rolling, num_missing, stopped_runs
@@ -73,25 +76,20 @@ def lines_of_consumers(directory: str) -> list[str]:
         return [str(error)]
 
 
-def num_awaited(directory: str) -> int:
-    """Training runs that must still follow a rolling store before it releases its first shard;
-    0 for anything else, and where that cannot be read."""
+def followers(directory: str) -> Followers:
+    """Whom the capture of a rolling store waits for; of anything else, and where that cannot be
+    read, nobody."""
     store = rolling(directory)
-    if store is None or store.num_released:
-        return 0
+    if store is None:
+        return Followers()
     try:
-        return num_missing(store.path, store.layout)
+        missing = 0 if store.num_released else num_missing(store.path, store.layout)
+        stopped = stopped_runs(store.path, store.layout)
+        are_gone = bool(store.num_released) and not consumers(store.path, store.layout)
     except (OSError, ValueError):
-        return 0
-
-
-def runs_not_running(directory: str) -> list[str]:
-    """Training runs that a rolling store waits for although none of their processes is there; none
-    for anything else, and where that cannot be read."""
-    try:
-        return stopped_runs(Path(directory))
-    except (OSError, ValueError):
-        return []
+        return Followers()
+    training = training_on_open(directory, recorded_run(directory))
+    return Followers(missing, training, stopped, are_gone)
 
 
 def rolling(store: str) -> Store | None:

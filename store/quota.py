@@ -13,6 +13,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.following import ONLY_BY_RESUMING, training_on_open
 from dflash_pipeline.configs.sizes import size_text
 from dflash_pipeline.store import commit, durable, paths
 from dflash_pipeline.store.build import shard_bytes
@@ -118,17 +119,20 @@ class Room:
     def _awaited(self) -> str:
         store, path = self._store, self._store.path
         found, quoted = consumers(path, store.layout), shlex.quote(str(path))
+        training = training_on_open(str(path), store.attributes.run)
         if awaited := awaited_text(path, store.layout):
             names = f"; {', '.join(one.name for one in found)} do" if found else ""
             return (
-                f"{awaited}{names}. Start dflash train --store {quoted} --epochs 1, or run capture "
-                "again with a smaller --consumers"
+                f"{awaited}{names}. Start {training}, or run capture again with a smaller "
+                "--consumers"
             )
         behind = [(one, num) for one in found if (num := _num_unused(store, one))]
+        if not found and store.num_released:
+            return f"no training run uses them, {ONLY_BY_RESUMING}"
         if not found:
             return (
-                f"no training run uses them: start dflash train --store {quoted} --epochs 1, or "
-                "run capture again with a larger --quota"
+                f"no training run uses them: start {training}, or run capture again with a larger "
+                "--quota"
             )
         if not behind:
             return "the rest is being written by other workers"

@@ -145,10 +145,11 @@ def consumer_lines(store: Path) -> list[str]:
     return [*lines, awaited] if awaited else lines
 
 
-def stopped_runs(store: Path) -> list[str]:
-    """The registered runs of a rolling store whose processes are not there."""
-    if not is_rolling(store):
-        return []
-    _, _, layout, _ = metadata.read_root(store)
-    every = consumers(store, layout)
-    return [one.name for one in every if presence_text(store, one) == NOT_RUNNING]
+def stopped_runs(store: Path, layout: Layout) -> list[str]:
+    """The registered runs of a rolling store that have not used all, and whose processes are not
+    there."""
+    return [
+        one.name
+        for one in consumers(store, layout)
+        if not one.used.all() and presence_text(store, one) == NOT_RUNNING
+    ]

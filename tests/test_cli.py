@@ -518,7 +518,7 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash eval --gpus cpu --drafter x", "eval needs --prompts to decode, or --store"),
         (
             "dflash export x --out o --layout speculators",
-            "no --store DIR: give it, or set store.path",
+            "a store holds: name one of this target with --store DIR",
         ),
         ("dflash eval --gpus cpu --drafter no", "--drafter no: there is no such run, step or"),
         ("dflash eval --gpus cpu --drafter x --store no", "there is no store no"),
@@ -762,7 +762,7 @@ def test_status_of_a_store_that_awaits_training_runs_says_once_that_they_are_to_
     assert ended.out.count(awaited) == 1
     assert ended.last_line == (
         f"1 of 1 at work: 2 training runs to start, by dflash train --store {recorded_store} "
-        "--epochs 1"
+        "--config toy --epochs 1"
     )
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dflash_pipeline.configs.overview import json_text, lines, remedy
+from dflash_pipeline.configs.overview import Followers, json_text, lines, remedy
 from dflash_pipeline.configs.status import Status, new_status
 
 
@@ -35,7 +35,8 @@ def test_the_last_line_says_what_to_do(
 
 
 def test_training_runs_that_a_store_awaits_are_to_be_started() -> None:
-    told = remedy("h s", [_status("waiting")], True, num_awaited=1)
+    awaited = Followers(num_awaited=1, training="dflash train --store 'h s' --epochs 1")
+    told = remedy("h s", [_status("waiting")], True, awaited)
     assert told == (
         "1 of 1 at work: 1 training run to start, by dflash train --store 'h s' --epochs 1"
     )
@@ -43,12 +44,18 @@ def test_training_runs_that_a_store_awaits_are_to_be_started() -> None:
 
 def test_a_training_run_that_ended_is_to_be_gone_on_with_or_dropped() -> None:
     waiting = [_status("waiting")]
-    assert remedy("h s", waiting, True, stopped=["/runs/a"]) == (
+    stopped = Followers(stopped=["/runs/a"])
+    assert remedy("h s", waiting, True, stopped) == (
         "1 of 1 at work: /runs/a not running: run its dflash train again with --resume, or drop it "
         "by dflash status 'h s' --drop /runs/a"
     )
     # a store that is whole releases nothing more
-    assert remedy("h s", waiting, False, stopped=["/runs/a"]) == "1 of 1 at work: nothing to do"
+    assert remedy("h s", waiting, False, stopped) == "1 of 1 at work: nothing to do"
+
+
+def test_a_store_that_has_lost_its_runs_is_not_said_to_need_nothing() -> None:
+    told = remedy("hs", [_status("waiting")], True, Followers(are_gone=True))
+    assert "go on with one that used them (its dflash train line with --resume)" in told
 
 
 def test_people_and_programs_are_told_the_same() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.store import consumers, durable, paths
+from dflash_pipeline.store import consumers, durable, glance, paths
 from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.consumers import Consumer
 from dflash_pipeline.store.describe import describe
@@ -65,13 +65,32 @@ def test_one_run_alone_lets_nothing_go_until_the_second_has_used_it_too(
     assert verify(store.path, deep=True).problems == []
 
 
+def test_a_new_run_is_not_proposed_where_it_would_be_refused(
+    plan: Any, store_of_two: Store
+) -> None:
+    """Once shards were released, only a run that used them can go on."""
+    store = store_of_two
+    rows = [_follow(store, slot, has_used=True) for slot in (0, 1)]
+    with Leases(store.path, plan.layout, heartbeat_s=1, hung_s=60) as leases:
+        room = Room(store, leases, fixed_bytes(store))
+        room.release()
+        assert store.num_released == 2
+        assert not glance.followers(str(store.path)).are_gone
+        for row in rows:
+            consumers.remove_row(store.path, row)
+        said = room.waiting_text()
+    assert "no training run uses them, and a new one would miss the released shards" in said
+    assert "start dflash train" not in said.lower()
+    assert glance.followers(str(store.path)).are_gone
+
+
 def test_only_runs_without_a_process_are_stopped(store_of_two: Store) -> None:
     store = store_of_two
     rows = [_follow(store, slot, has_used=False) for slot in (0, 1)]
     presence = consumers.Presence(store.path, rows[1].id)
-    assert stopped_runs(store.path) == ["/runs/0"]
+    assert stopped_runs(store.path, store.layout) == ["/runs/0"]
     presence.close()
-    assert stopped_runs(store.path) == ["/runs/0", "/runs/1"]
+    assert stopped_runs(store.path, store.layout) == ["/runs/0", "/runs/1"]
 
 
 @pytest.mark.parametrize("how", ["ended", "dropped"])
@@ -105,6 +124,7 @@ def test_what_is_awaited_is_said_by_capture_status_and_inspect(
     store = store_of_two
     text = "no shard is released before 2 training runs follow (--consumers 2): 1 more to start"
     _follow(store, 0, has_used=True)
+    assert glance.followers(str(store.path)).num_awaited == 1
     assert awaited_text(store.path, store.layout) == text
     assert consumer_lines(store.path)[-1] == text
     assert text in render(describe(store.path)).splitlines()
