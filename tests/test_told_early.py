@@ -123,11 +123,15 @@ def _typed(line: str) -> tuple[str, str]:
             "answers.jsonl was generated with other settings: ",
         ),
         ("train --gpus cpu --store made --drop-domain cod", 2, "'cod'; did you mean 'code'?"),
-        ("train --gpus cpu --store made --drop-sample k9", 2, "no store has a sample 'k9'"),
+        (
+            "train --gpus cpu --store made --drop-sample k9",
+            2,
+            "no store has a sample 'k9'; there are '",
+        ),
         (
             "train --gpus cpu --store made --out new --sweep dropping.toml",
             2,
-            "no store has a domain 'nowhere'",
+            "no store has a domain 'nowhere'; there are 'chat', 'code'",
         ),
         (
             "train --gpus cpu --store made --out new --init-from nowhere",
@@ -183,6 +187,11 @@ def _typed(line: str) -> tuple[str, str]:
             "eval --gpus cpu --drafter forgetful --store trained",
             2,
             "store trained has no held-out sample: set data.heldout at capture, or give --prompts",
+        ),
+        (
+            "export drafter --out new --layout speculators",
+            2,
+            "--layout speculators carries the target's embedding and head, which a store holds",
         ),
         (f"capture {TARGET} --data bad.jsonl --store new --plan", 1, "1 of 2 rows are unusable"),
         (f"capture {TARGET} --data bad.jsonl --store new", 1, "1 x not JSON (bad.jsonl:1)"),

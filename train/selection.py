@@ -16,6 +16,8 @@ from dflash_pipeline.configs.schema import TrainConfig
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.table import HELD_OUT, SampleTable
 
+_SHOWN_NAMES = 5
+
 Kept = npt.NDArray[np.bool_]
 
 
@@ -100,9 +102,15 @@ def _check_known(
 ) -> None:
     if any(number is not None for number in found):
         return
-    near = difflib.get_close_matches(name, names(), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    known = names()
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; there are {_few(known)}"
     raise UsageError(f"train.drop_{what}s: no store has a {what} {name!r}{hint}")
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_SHOWN_NAMES]))
+    return f"{shown} and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else shown
 
 
 def _number(table: SampleTable, domain: str) -> int | None:
