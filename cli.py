@@ -378,7 +378,10 @@ def decode_and_score(run: Run, place: Place, extra: dict[str, object]) -> None:
 def export(context: click.Context, checkpoint: str, out: str, layout: str) -> int:
     """Write a run's drafter (best, else last), a step, or another checkpoint for a server."""
     run = resolve(context)
+    from dflash_pipeline.train import glance
+
     inputs.check_checkpoint(checkpoint, "")
+    glance.check_is_drafter(checkpoint)
     inputs.check_new_directory(out, "--out")
     if layout == "speculators":
         # it carries the target's embedding and head

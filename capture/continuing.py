@@ -42,6 +42,15 @@ def identity_differences(spec: StoreSpec, run: Run) -> list[str]:
     ]
 
 
+def refuse_merged(path: str, attributes: Attributes) -> None:
+    """UsageError for a store that `dflash merge` made: it has no capture to go on with."""
+    if "merged" in attributes.run:
+        raise UsageError(
+            f"{path} was made by dflash merge, nothing is captured into it: capture into another "
+            "--store, and merge that with it"
+        )
+
+
 def plan_differences(spec: StoreSpec, attributes: Attributes, run: Run) -> list[str]:
     """What arranged a store, or where its calibration is from, that this run says otherwise."""
     recorded_run, this_run, found = attributes.run, to_dict(run), list[str]()

@@ -12,7 +12,12 @@ from pathlib import Path
 
 from dflash_pipeline.capture import settings
 from dflash_pipeline.capture.arguments import template_arguments_text
-from dflash_pipeline.capture.continuing import identity_differences, plan_differences, refuse
+from dflash_pipeline.capture.continuing import (
+    identity_differences,
+    plan_differences,
+    refuse,
+    refuse_merged,
+)
 from dflash_pipeline.capture.samples import Dropped, read
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store import glance
@@ -36,6 +41,7 @@ def check_capture(run: Run, only_count: bool = False) -> None:
     found = None if only_count else glance.root(run.store.path)
     if found is not None:
         _, spec, _, attributes = found
+        refuse_merged(run.store.path, attributes)
         differing = identity_differences(spec, run) + plan_differences(spec, attributes, run)
         refuse(run.store.path, differing)
 

@@ -19,7 +19,7 @@ from dflash_pipeline.capture.construction import (
     build_store,
     store_spec,
 )
-from dflash_pipeline.capture.continuing import DATA_FIELDS, plan_differences, refuse
+from dflash_pipeline.capture.continuing import DATA_FIELDS, plan_differences, refuse, refuse_merged
 from dflash_pipeline.capture.donor import donor
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped, read
@@ -149,6 +149,7 @@ def data_hash(run: Run) -> str:
 
 def check_same(store: Store, run: Run, files: TargetFiles, kind: str, hashed: str) -> None:
     """Raise UsageError that lists each difference between a store and this run."""
+    refuse_merged(run.store.path, store.attributes)
     wanted = store_spec(run, files, kind, files.weight_hash())
     # the calibration follows from the rest, and no plan has one yet
     found = replace(store.spec, calibration_hash="").differences(wanted)

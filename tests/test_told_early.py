@@ -41,13 +41,13 @@ except SystemExit as end:
 TARGET = "--target toy --gpus cpu"
 
 
-def _recorded(run_of: dict[str, object]) -> None:
-    """`made`: a store captured without a thinking mode, by a run of this record."""
-    shutil.copytree(STORE, "made", symlinks=True)
-    root, spec, _, attributes = read_root(Path("made"))
+def _recorded(run_of: dict[str, object], name: str = "made") -> None:
+    """A store captured without a thinking mode, by a run of this record."""
+    shutil.copytree(STORE, name, symlinks=True)
+    root, spec, _, attributes = read_root(Path(name))
     identity = replace(spec, template_args='{"arguments":{},"system_prompt":""}').to_dict()
     again = replace(root, identity=identity, attributes=replace(attributes, run=run_of).to_dict())
-    Path("made/zarr.json").write_bytes(canonical(root_document(again)))
+    Path(name, "zarr.json").write_bytes(canonical(root_document(again)))
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("sweep.toml").write_text("[first]\n[second]\ndrafter.num_layers = 4\n")
     Path("dropping.toml").write_text('[first]\ntrain.drop_domains = ["nowhere"]\n')
     Path("drafter").mkdir()
-    Path("drafter/config.json").write_text("{}")
+    Path("drafter/config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    _recorded({"merged": [dict(to_dict(load("", (), {})))]}, "merged")
     shutil.copytree("drafter", "forgetful")
     told = {"template_args": '{"arguments":{},"system_prompt":""}', "template_hash": "another"}
     Path("drafter/trained_on.json").write_text(json.dumps(told))
@@ -137,6 +140,31 @@ def _typed(line: str) -> tuple[str, str]:
             "train --gpus cpu --store made --out new --init-from nowhere",
             2,
             "--init-from nowhere: there is no such run, step or checkpoint directory",
+        ),
+        (
+            "train --gpus cpu --store made --out new --init-from model",
+            2,
+            "model is not a drafter: architecture Qwen3ForCausalLM, expected DFlashDraftModel or",
+        ),
+        (
+            "export model --out new",
+            2,
+            "model is not a drafter: architecture Qwen3ForCausalLM, expected DFlashDraftModel or",
+        ),
+        (
+            f"eval {TARGET} --drafter model --prompts a.jsonl",
+            2,
+            "model is not a drafter: architecture Qwen3ForCausalLM, expected DFlashDraftModel or",
+        ),
+        (
+            f"eval {TARGET} --compare drafter model --prompts a.jsonl",
+            2,
+            "model is not a drafter: architecture Qwen3ForCausalLM, expected DFlashDraftModel or",
+        ),
+        (
+            f"capture {TARGET} --data a.jsonl --store merged",
+            2,
+            "merged was made by dflash merge, nothing is captured into it",
         ),
         (
             "train --gpus cpu --store made,elsewhere --out new",

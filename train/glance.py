@@ -13,12 +13,14 @@ from pathlib import Path
 from dflash_pipeline.configs import torchrun
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.inputs import check_checkpoint
+from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import glance
 from dflash_pipeline.store.stripes import check_named, missing_mounts
+from dflash_pipeline.train.layoutname import layout_name
 from dflash_pipeline.train.record import check_free, check_same
 from dflash_pipeline.train.remembered import (
     check_rendering,
@@ -38,6 +40,7 @@ def check_runs(runs: Sequence[Run]) -> None:
         _check_mounts(run)
         if run.train.init_from:
             check_checkpoint(run.train.init_from, "--init-from")
+            check_is_drafter(run.train.init_from)
         if run.train.drop_domains or run.train.drop_samples:
             _check_drops(run)
         if (Path(run.train.out) / RUN_FILE).is_file():
@@ -75,15 +78,32 @@ def _check_continued(run: Run) -> None:
     check_same(Path(run.train.out), run, roots if len(roots) == len(found) else None)
 
 
+def check_is_drafter(drafter: str) -> None:
+    """UsageError for a directory of another kind of model, as a target."""
+    try:
+        directory = checkpoint_directory(Path(drafter))
+        config = read_object(directory / "config.json")
+    except (OSError, ValueError):
+        return
+    try:
+        layout_name(config)
+    except ValueError as error:
+        raise UsageError(f"{directory} is not a drafter: {error}") from None
+    except (TypeError, AttributeError, KeyError):
+        return
+
+
 def check_drafter(run: Run, drafter: str, template_args: str) -> None:
-    """UsageError where a drafter was trained on conversations that were rendered otherwise, or
-    shall replay a store without a held-out sample; of a file, where it holds no results.
+    """UsageError where a drafter is another kind of model, was trained on conversations that were
+    rendered otherwise, or shall replay a store without a held-out sample; of a file, where it holds
+    no results.
 
     template_args: what this line passes to the chat template.
     """
     if Path(drafter).is_file():
         _check_results(run, Path(drafter), is_measured_here=False)
         return
+    check_is_drafter(drafter)
     try:
         directory = checkpoint_directory(Path(drafter))
         trained_on = remembered(directory)

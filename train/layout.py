@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from dflash_pipeline.train.layoutname import (
+    SPECULATORS_ARCHITECTURE,
+    SPECULATORS_KIND,
+    ZLAB_ARCHITECTURE,
+)
 from dflash_pipeline.train.shape import FULL, SLIDING, DrafterShape, tensor_shapes
-
-ZLAB_ARCHITECTURE = "DFlashDraftModel"
-SPECULATORS_ARCHITECTURE = "DFlashSpeculator"
-SPECULATORS_KIND = "speculators_model_type"
 
 
 def zlab_config(shape: DrafterShape) -> dict[str, Any]:

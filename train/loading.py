@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.train import layout
+from dflash_pipeline.train.layoutname import layout_name
 from dflash_pipeline.train.remembered import checkpoint_directory, inside, remembered
 from dflash_pipeline.train.shape import DrafterShape
 
@@ -51,18 +52,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     optional: dict[str, tuple[int, ...]] = {}
     try:
         config = _read_json(directory / "config.json")
-        architecture = (config.get("architectures") or ["none"])[0]
-        # its trainer writes the name of its class instead, which is z-lab's as well
-        if architecture == layout.SPECULATORS_ARCHITECTURE or layout.SPECULATORS_KIND in config:
-            name, shape = "speculators", layout.shape_from_speculators(config)
+        name = layout_name(config)
+        if name == "speculators":
+            shape = layout.shape_from_speculators(config)
             optional = layout.speculators_optional(shape)
-        elif architecture == layout.ZLAB_ARCHITECTURE:
-            name, shape = "zlab", layout.shape_from_zlab(config)
         else:
-            raise ValueError(
-                f"architecture {architecture}, expected {layout.ZLAB_ARCHITECTURE} or "
-                f"{layout.SPECULATORS_ARCHITECTURE}"
-            )
+            shape = layout.shape_from_zlab(config)
         tensors = _read_tensors(directory, layout.zlab_tensors(shape), optional)
         trained_on = remembered(directory)
     except KeyError as error:
