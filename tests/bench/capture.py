@@ -7,18 +7,18 @@ Random weights made on the device; conversations of lognormal length (mean 951 t
 most 4,096), 20,000 of them planned. Each part is a process of its own, ended after its limit, and
 may be run alone; all of them take about eight minutes on one H200:
 
-    8b        shape of Qwen3-8B: padding of the plan; the bare prefill, also of batches rounded up
-              to 16 tokens instead of 64; ours to --disk and to
-              --memory (a folder in memory) as int4 and as bf16, the gate passed before the clock
-              starts, and the seconds until the first shard was committed; a loop of the peers'
-              kind: 16 samples padded under a mask, blocking copies, torch.save of each
-    8b compiled   the bare prefill and ours once more, then both with compiled layers
-    0.6b      shape of Qwen3-0.6B: the same, eager and compiled
+    8b        shape of Qwen3-8B: padding of the plan; the bare prefill; ours to --memory (a folder
+              in memory) and to --disk as int4 and to --disk as bf16, and the seconds until the
+              first shard, the gated one, was committed; a loop of the peers' kind: 16 samples
+              padded under a mask, blocking copies, torch.save of each; then bare and ours as int4
+              with compiled layers
+    0.6b      shape of Qwen3-0.6B: bare and ours to --memory as int4, eager and compiled
     27b       shape of Qwen3.5-27B, three layers of four linear attention: bare and ours
     memory    what is held after 500 batches of mixed shapes more than after the first 50
 
-Prints a line for each figure: real tokens a second, share of the floor (`planned.floor_s`), ratios;
-writes capture.json into $OUT where that is set. `--tiny` runs all of it on a CPU.
+Ours is timed from the commit of the second shard to that of the last. Prints a line for each
+figure: real tokens a second, share of the floor (`planned.floor_s`), ratios; writes capture.json
+into $OUT where that is set. `--tiny` runs all of it on a CPU.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,12 @@ from dflash_pipeline.capture.warmup import warm_up
 from dflash_pipeline.configs.memory import gib, usage
 from dflash_pipeline.configs.place import let_memory_grow
 from dflash_pipeline.configs.schema import CaptureConfig
+from dflash_pipeline.store import paths
 from dflash_pipeline.store.calibration import Calibrated
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rows import row_bytes
+from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.table import claim_order
 from dflash_pipeline.store.writer import StoreWriter
 from planned import SEED, SIZES, Sizes, floor_s, lengths, planned_store, random_target
@@ -65,9 +67,13 @@ from planned import SEED, SIZES, Sizes, floor_s, lengths, planned_store, random_
 # the smallest to the largest batch of it, for memory
 NUM_MIXED, NUM_SETTLED = 500, 50
 PEER_BATCH = 16
-CLOSER = 16
-"""Tokens that a batch is rounded up to, beside the capture's own 64."""
-LIMITS_S = {"8b": 200.0, "8b compiled": 200.0, "0.6b": 120.0, "27b": 150.0, "memory": 50.0}
+Way = tuple[str, str]
+WAYS: dict[str, list[Way]] = {
+    "8b": [("int4", "memory"), ("int4", "disk"), ("bf16", "disk")],
+    "0.6b": [("int4", "memory")],
+    "27b": [("int4", "memory")],
+}
+LIMITS_S = {"8b": 280.0, "0.6b": 110.0, "27b": 150.0, "memory": 50.0}
 
 
 class Bench:
@@ -97,10 +103,10 @@ class Bench:
 
 
 def timed_shards(bench: Bench, store: Store) -> list[slice]:
-    """Batches of the shards that each way is timed on: the first shard is not."""
+    """Batches of the shards that each way is timed on: the first two are not."""
     batches: list[slice] = []
     num_tokens = 0
-    for shard_id in claim_order(store.layout.num_shards)[1:]:
+    for shard_id in claim_order(store.layout.num_shards)[2:]:
         if num_tokens >= bench.sizes.num_tokens:
             break
         batches += store.table.batches_of(shard_id)
@@ -141,7 +147,10 @@ def padding(bench: Bench, store: Store) -> dict[str, float]:
 
 
 def ours(bench: Bench, target: Target, store: Store) -> dict[str, float]:
-    """Shard after shard as a worker writes them; the first, with gate and calibration, untimed."""
+    """Shard after shard as a worker writes them.
+
+    Not timed: the first, with gate and calibration, and the second, before which nothing is queued.
+    """
     config = CaptureConfig(token_budget=bench.sizes.token_budget, force=True)
     log, started = Silence(), time.perf_counter()
     try:
@@ -161,19 +170,21 @@ def ours(bench: Bench, target: Target, store: Store) -> dict[str, float]:
             )
             writer = stack.enter_context(StoreWriter(store, leases, depth=config.host_buffers))
             worker = Worker(store, target, config, log, stop, leases, offload, writer, None)
-            _take(worker, leases, store, config)
+            taken = [_take(worker, leases, store, config)]
             first_s = time.perf_counter() - started
+            taken.append(_take(worker, leases, store, config))
             before, begin = worker.counts(), time.perf_counter()
             after = before
             while after.num_tokens - before.num_tokens < bench.sizes.num_tokens:
-                if not _take(worker, leases, store, config):
-                    break
+                taken.append(_take(worker, leases, store, config))
                 after = worker.counts()
-            writer.wait()
             seconds = time.perf_counter() - begin
+            writer.wait()
+        files = [store.path / paths.commit_file(shard_id) for shard_id in taken]
+        committed_s = [file.stat().st_mtime_ns / 1e9 for file in files]
         num_tokens = after.num_tokens - before.num_tokens
         return {
-            "tok_s": num_tokens / seconds,
+            "tok_s": num_tokens / (committed_s[-1] - committed_s[1]),
             "tokens": num_tokens,
             "padding": 1 - num_tokens / (after.num_places - before.num_places),
             "busy": (after.device_s - before.device_s) / seconds,
@@ -186,11 +197,12 @@ def ours(bench: Bench, target: Target, store: Store) -> dict[str, float]:
         shutil.rmtree(f"{store.path}.logs", ignore_errors=True)
 
 
-def _take(worker: Worker, leases: Leases, store: Store, config: CaptureConfig) -> bool:
+def _take(worker: Worker, leases: Leases, store: Store, config: CaptureConfig) -> ShardId:
     lease = leases.claim(store.is_open, max_failures=config.max_shard_failures)
-    if lease is not None:
-        worker.take(lease)
-    return lease is not None
+    if lease is None:
+        raise ValueError("the plan has too few shards for what is to be timed")
+    worker.take(lease)
+    return lease.shard_id
 
 
 def peers_loop(bench: Bench, target: Target, folder: Path) -> dict[str, float]:
@@ -310,36 +322,22 @@ def _ready(bench: Bench, folders: _Folders) -> tuple[Target, Store]:
     return target, store
 
 
-def eager(bench: Bench, folders: _Folders) -> Target:
-    """Bare and ours in the modes and places that a capture has, and the peers' loop."""
+def eager(bench: Bench, folders: _Folders, ways: Sequence[Way]) -> tuple[Target, Store]:
+    """Bare and ours; ways: mode and place."""
     target, store = _ready(bench, folders)
     bench.tell("bare", bare_prefill(bench, target, store))
-    closer = folders.store(replace(bench.sizes, pad_multiple=CLOSER), "int4", "memory")
-    bench.tell(f"bare, padded to {CLOSER}", bare_prefill(bench, target, closer))
-    bench.ratio(f"bare, padded to {CLOSER}", "bare")
-    for mode, where in (
-        ("int4", "memory"),
-        ("int4", "disk"),
-        ("bf16", "memory"),
-        ("bf16", "disk"),
-    ):
+    for mode, where in ways:
         name = f"{mode} to {where}"
         bench.tell(name, ours(bench, target, folders.store(bench.sizes, mode, where)))
         bench.ratio(name, "bare")
-    bench.tell("peers' loop", peers_loop(bench, target, folders.disk))
-    bench.ratio("int4 to disk", "peers' loop")
-    bench.ratio("bf16 to disk", "peers' loop")
-    return target
+    return target, store
 
 
-def both(bench: Bench, folders: _Folders, backend: str) -> Target:
-    """Bare and ours, first eager, then with compiled layers, in one process."""
-    target, store = _ready(bench, folders)
-    bench.tell("bare", bare_prefill(bench, target, store))
-    bench.tell("int4 to memory", ours(bench, target, folders.store(bench.sizes, "int4", "memory")))
-    bench.ratio("int4 to memory", "bare")
+def compiled(
+    bench: Bench, folders: _Folders, store: Store, ways: Sequence[Way], backend: str
+) -> None:
+    """The same with compiled layers, `store` planned for the bare prefill."""
     # made anew: the gate has left hooks on the layers that no compiler takes
-    del target
     target = random_target(bench.sizes, bench.device)
     before, begin = num_compiled(), time.perf_counter()
     planned = planned_shapes(store.table, store.layout)
@@ -349,30 +347,21 @@ def both(bench: Bench, folders: _Folders, backend: str) -> Target:
     bench.tell("compiling", {"seconds": time.perf_counter() - begin, "versions": versions})
     warm_up(target, extremes(planned))
     bench.tell("bare, compiled", bare_prefill(bench, target, store))
-    compiled = ours(bench, target, folders.store(bench.sizes, "int4", "memory"))
-    bench.tell("int4 to memory, compiled", compiled)
+    bench.ratio("bare, compiled", "bare")
+    for mode, where in ways:
+        plain, name = f"{mode} to {where}", f"{mode} to {where}, compiled"
+        bench.tell(name, ours(bench, target, folders.store(bench.sizes, mode, where)))
+        bench.ratio(name, plain)
+        bench.ratio(name, "bare, compiled")
     later = num_compiled() - before - versions
     bench.tell("compiled later", {"versions": later, "served": served.share})
-    bench.ratio("bare, compiled", "bare")
-    bench.ratio("int4 to memory, compiled", "int4 to memory")
-    bench.ratio("int4 to memory, compiled", "bare, compiled")
-    return target
-
-
-def hybrid(bench: Bench, folders: _Folders) -> Target:
-    """Bare and ours alone."""
-    target, store = _ready(bench, folders)
-    bench.tell("bare", bare_prefill(bench, target, store))
-    bench.tell("int4 to memory", ours(bench, target, folders.store(bench.sizes, "int4", "memory")))
-    bench.ratio("int4 to memory", "bare")
-    return target
 
 
 def run_part(name: str, options: argparse.Namespace) -> None:
     """One part, in this process."""
     let_memory_grow(torch.__version__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = "8b" if name in ("8b compiled", "memory") else name
+    shape = "8b" if name == "memory" else name
     if options.tiny:
         shape = "tiny hybrid" if name == "27b" else "tiny"
     # making code for a CPU takes a minute: there the tracer alone is tried
@@ -385,14 +374,17 @@ def run_part(name: str, options: argparse.Namespace) -> None:
                 for parent in (options.disk, options.memory)
             )
         )
-        if name == "8b":
-            eager(bench, folders)
-        elif name == "27b":
-            hybrid(bench, folders)
-        elif name == "memory":
+        if name == "memory":
             bench.tell("memory", memory(bench, random_target(bench.sizes, device)))
-        else:
-            both(bench, folders, backend)
+            return
+        target, store = eager(bench, folders, WAYS[name])
+        if name == "8b":
+            bench.tell("peers' loop", peers_loop(bench, target, folders.disk))
+            bench.ratio("int4 to disk", "peers' loop")
+            bench.ratio("bf16 to disk", "peers' loop")
+        del target
+        if name != "27b":
+            compiled(bench, folders, store, WAYS[name][:2], backend)
 
 
 def run_apart(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
