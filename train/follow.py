@@ -103,7 +103,12 @@ class Order:
         """No further step will come: the epochs are done, or the run stops here."""
         self.is_stopped = False
         """The ranks agreed to stop while they waited for shards."""
-        self._following = _following(samples, stores, config, group, path, say)
+        # a store that was not whole when the run began is followed to its end; rank 0 decides
+        follows = path.exists() or not all(store.is_sealed for store in stores)
+        is_following = group.agree("follows", str(follows)) == "True"
+        self._following = (
+            _Following(samples, stores, config, group, path, say) if is_following else None
+        )
 
     @property
     def is_following(self) -> bool:
@@ -186,21 +191,6 @@ def _candidates(samples: Catalog, stores: Sequence[Store], segment: Segment) -> 
             shards = [shard for owner, shard in segment.shards if owner == number]
             is_in[own] &= np.isin(samples.shard_C[own], np.array(shards, np.int64))
     return np.flatnonzero(is_in).astype(np.int64)
-
-
-def _following(
-    samples: Catalog,
-    stores: Sequence[Store],
-    config: TrainConfig,
-    group: Group,
-    path: Path,
-    say: Callable[[str], None],
-) -> _Following | None:
-    """None where every store was whole from the run's beginning; rank 0 decides."""
-    follows = path.exists() or not all(store.is_sealed for store in stores)
-    if group.agree("follows", str(follows)) == "False":
-        return None
-    return _Following(samples, stores, config, group, path, say)
 
 
 class _Following:
