@@ -55,9 +55,11 @@ def test_resume_names_each_difference_and_allows_what_changes_no_value(
         "train.batch_anchors: 16, now 32",
     ):
         assert difference in str(error.value)
-    root = replace(whole_store.root, plan_hash="other")
-    with pytest.raises(UsageError, match="another plan_hash"):
-        record.begin(out, run, [root], resume=True)
+    others = {"plan_hash": "other", "identity": {**whole_store.root.identity, "max_len": 7}}
+    for what, value in others.items():
+        root = replace(whole_store.root, **{what: value})
+        with pytest.raises(UsageError, match=f"another {what}"):
+            record.begin(out, run, [root], resume=True)
     # settings alone, where the stores are not known
     record.check_same(out, run, None)
 

@@ -128,3 +128,20 @@ def test_samples_that_two_stores_share_are_counted(tiny: ModuleType, train_plan:
     assert doubled_lines(["a", "b", "c"], twice) == [
         "24 of 24 samples of c stand in a as well: an epoch draws them from both"
     ]
+
+
+class _Hashes:
+    """All that is asked of a table here."""
+
+    def __init__(self, *hashes: int) -> None:
+        self.token_hash = np.array(hashes, np.uint64)
+
+    def __len__(self) -> int:
+        return len(self.token_hash)
+
+
+def test_what_is_counted_are_samples_of_the_later_store() -> None:
+    pair: list[Any] = [_Hashes(1, 2, 3), _Hashes(3, 3, 4)]
+    assert doubled_lines(["a", "b"], pair) == [
+        "2 of 3 samples of b stand in a as well: an epoch draws them from both"
+    ]
