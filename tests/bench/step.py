@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -251,11 +251,11 @@ def check(bench: Bench) -> None:
 def _fast_attend(visible: Visibility, layer_type: str) -> Attend:
     if not visible.anchor_A.is_cuda:
         return grouped_attend(visible, [layer_type])
-    return flex_attend({layer_type: visible.block_mask(layer_type)}, _compiled_flex())
+    return flex_attend({layer_type: visible.block_mask(layer_type)}, compiled_flex())
 
 
 @functools.cache
-def _compiled_flex() -> FlexAttention:
+def compiled_flex() -> FlexAttention:
     compiled: FlexAttention = torch.compile(flex.flex_attention, dynamic=True)
     return compiled
 
@@ -374,31 +374,50 @@ def _floor_ms(flop: int) -> float:
 def mask(bench: Bench) -> None:
     """Building the mask, and attention over it in one layer."""
     shape, sizes = bench.sizes.drafter, bench.sizes
-    batches = [_batch(bench, shape, CE, seed, with_features=False) for seed in range(4)]
-    seen = [_visibility(batch, shape, sizes.num_context) for batch in batches]
-    ms = bench.ms(lambda turn: seen[turn % 4].block_mask(FULL))
+    seen = _seen(bench)
+    ms = bench.ms(lambda turn: seen[turn % len(seen)].block_mask(FULL))
     bench.tell("mask build, eager", ms=ms)
-    masks = [one.block_mask(FULL) for one in seen]
-    ends = (masks[0].kv_num_blocks.sum(), masks[0].full_kv_num_blocks)
-    num_tiles = int(ends[0]) + (0 if ends[1] is None else int(ends[1].sum()))
-    useful = _num_visible(batches[0], shape) / (num_tiles * TILE**2)
+    found = seen[0].block_mask(FULL)
+    num_whole = 0 if found.full_kv_num_blocks is None else int(found.full_kv_num_blocks.sum())
+    num_tiles = int(found.kv_num_blocks.sum()) + num_whole
+    batch = _batch(bench, shape, CE, 0, with_features=False)
+    useful = _num_visible(batch, shape) / (num_tiles * TILE**2)
     bench.tell("mask tiles", tiles=num_tiles, useful_share=useful)
-    num_rows = sizes.num_anchors * shape.block_size
+    flop = step_flop(shape, _step_size(batch, shape, sizes.num_context))
+    forward, both = layer_attention(bench)
+    cost = flop.attention_forward // shape.num_layers
+    works: list[tuple[str, Callable[[int], object]]]
+    works = [("forward", forward), ("forward+backward", both)]
+    for name, work in works:
+        ms = bench.ms(work)
+        bench.tell(f"attention of a layer, {name}", ms=ms, tflop_per_s=cost / ms / 1e9)
+        cost += flop.attention_backward // shape.num_layers
+
+
+def _seen(bench: Bench) -> list[Visibility]:
+    shape = bench.sizes.drafter
+    batches = [_batch(bench, shape, CE, seed, with_features=False) for seed in range(4)]
+    return [_visibility(batch, shape, bench.sizes.num_context) for batch in batches]
+
+
+def layer_attention(
+    bench: Bench,
+) -> tuple[Callable[[int], object], Callable[[int], Sequence[Tensor]]]:
+    """Attention of one layer, as it is in a step: forward, and both ways; the latter's gradients
+    are those of queries, keys and values."""
+    shape, num_context = bench.sizes.drafter, bench.sizes.num_context
+    num_rows = bench.sizes.num_anchors * shape.block_size
     heads, keys, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
     inputs = [
         [
             bench.random(num_rows, heads, width),
-            *(bench.random(sizes.num_context, keys, width) for _ in range(2)),
+            *(bench.random(num_context, keys, width) for _ in range(2)),
             *(bench.random(num_rows, keys, width) for _ in range(2)),
         ]
         for _ in range(2)
     ]
     outer = bench.random(num_rows, heads, width)
-    flop = step_flop(shape, _step_size(batches[0], shape, sizes.num_context))
-    flop_forward = flop.attention_forward // shape.num_layers
-    flop_both = flop_forward + flop.attention_backward // shape.num_layers
-
-    attends = [_fast_attend(one, FULL) for one in seen]
+    attends = [_fast_attend(one, FULL) for one in _seen(bench)]
 
     def forward(turn: int) -> tuple[Tensor, list[Tensor]]:
         # with gradients, so that one compilation serves both
@@ -407,15 +426,10 @@ def mask(bench: Bench) -> None:
         context, block = (states[0], states[1]), (states[2], states[3])
         return attends[turn % 4](FULL, query, context, block), leaves
 
-    def both(turn: int) -> None:
-        torch.autograd.grad(*forward(turn), outer)
+    def both(turn: int) -> Sequence[Tensor]:
+        return torch.autograd.grad(*forward(turn), outer)
 
-    for name, work, cost in (
-        ("forward", forward, flop_forward),
-        ("forward+backward", both, flop_both),
-    ):
-        ms = bench.ms(work)
-        bench.tell(f"attention of a layer, {name}", ms=ms, tflop_per_s=cost / ms / 1e9)
+    return forward, both
 
 
 # the whole step
