@@ -5,7 +5,7 @@ Which one a line asks for, whether all that it names is there, and the stages th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from dflash_pipeline.configs.stage import ONE_CPU, logs_near, one_device, run_st
 DECODE_AND_SCORE = "dflash_pipeline.cli:decode_and_score"
 # of a check where --limit does not say
 CHECK_PROMPTS = 300
+# keys of what evaluations write: of drafters, of a server's counters, of two compared
+_RESULTS = ({"mode", "settings", "arms"}, {"mode", "server"}, {"a", "b", "settings"})
+_PNG = b"\x89PNG"
 _RENDERING = ("--max-len", "--overlong", *(flag for flag, _ in TEMPLATE))
 
 
@@ -74,10 +77,51 @@ def check(run: Run) -> None:
         inputs.check_store(run.store.path)
     else:
         raise UsageError("eval needs --prompts to decode, or --store to replay held-out samples")
-    if run.eval.json:
-        inputs.check_out_file(run.eval.json, "--json")
-    if run.eval.plot:
-        inputs.check_out_file(run.eval.plot, "--plot")
+    _check_outputs(run)
+
+
+def _check_outputs(run: Run, read: Sequence[str] = ()) -> None:
+    """UsageError where what is written cannot be, or would take the place of what is no result of
+    an earlier evaluation, of a file of `read`, or of each other."""
+    results, figure = run.eval.json, run.eval.plot
+    if results:
+        inputs.check_out_file(results, "--json")
+        if Path(results).resolve() in {Path(one).resolve() for one in read}:
+            raise UsageError(f"--json {results} is read by this line: name another file")
+        if not _may_be_replaced(Path(results), is_result):
+            raise UsageError(
+                f"--json {results} holds something else than results of dflash eval, which would "
+                "be lost: name another file"
+            )
+    if figure:
+        inputs.check_out_file(figure, "--plot")
+        if results and Path(figure).resolve() == Path(results).resolve():
+            raise UsageError(f"--plot {figure} is the file of --json: name another one")
+        if not _may_be_replaced(Path(figure), _is_figure):
+            raise UsageError(
+                f"--plot {figure} holds something else than a PNG figure, which would be lost: "
+                "name another file"
+            )
+
+
+def _may_be_replaced(path: Path, is_ours: Callable[[Path], bool]) -> bool:
+    """Whether there is nothing, or what such a line wrote; what is no plain file keeps nothing."""
+    try:
+        return not path.is_file() or path.stat().st_size == 0 or is_ours(path)
+    except (OSError, ValueError):
+        return False
+
+
+def is_result(path: Path) -> bool:
+    """Whether a JSON file is what some way of evaluating wrote. OSError or ValueError where it is
+    no JSON object."""
+    found = read_object(path)
+    return any(names <= found.keys() for names in _RESULTS)
+
+
+def _is_figure(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(_PNG)) == _PNG
 
 
 def measure(run: Run, gpus: str, share: bool) -> int:
@@ -99,16 +143,14 @@ def ask_server(run: Run) -> int:
     """Acceptance as a server counts it; no drafter and no device is needed here."""
     need(run.eval.prompts, "--prompts FILE", "eval.prompts")
     inputs.check_data(run.eval.prompts)
-    if run.eval.json:
-        inputs.check_out_file(run.eval.json, "--json")
+    _check_outputs(run)
     with scratch_logs("eval") as logs:
         return run_stage("dflash_pipeline.capture.served:main", run, ONE_CPU, "eval", logs, {})
 
 
 def compare(run: Run, pair: tuple[str, str], gpus: str, share: bool) -> int:
     """Two results, or the drafters that they are made of first."""
-    if run.eval.json:
-        inputs.check_out_file(run.eval.json, "--json")
+    _check_outputs(run, pair)
     with scratch_logs("compare") as logs:
         files, todo = list(pair), dict[int, Run]()
         for number, one in enumerate(pair):

@@ -558,6 +558,22 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
             "--json hs is a directory: name a file",
         ),
         (
+            "dflash eval --gpus cpu --drafter x --target toy --prompts b.jsonl --json b.jsonl",
+            "--json b.jsonl holds something else than results of dflash eval, which would be lost",
+        ),
+        (
+            "dflash eval --endpoint http://h/v1 --prompts b.jsonl --json a.jsonl",
+            "--json a.jsonl holds something else than results of dflash eval, which would be lost",
+        ),
+        (
+            "dflash eval --gpus cpu --drafter x --target toy --prompts b.jsonl --plot b.jsonl",
+            "--plot b.jsonl holds something else than a PNG figure, which would be lost",
+        ),
+        (
+            "dflash eval --gpus cpu --drafter x --store hs --json new --plot ./new",
+            "--plot ./new is the file of --json: name another one",
+        ),
+        (
             "dflash capture --gpus cpu --store x --data a",
             "no --target MODEL: give it, or set target.id",
         ),

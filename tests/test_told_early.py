@@ -206,6 +206,7 @@ def _typed(line: str) -> tuple[str, str]:
             2,
             "b.json was measured with max_new_tokens 48, here 256; mode 'replay', here 'decode'",
         ),
+        ("eval --compare a.json b.json --json b.json", 2, "--json b.json is read by this line"),
         (
             "eval --gpus cpu --drafter drafter --store made",
             2,

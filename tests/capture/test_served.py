@@ -13,6 +13,7 @@ import pytest
 
 from dflash_pipeline.capture import counters, served
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.evaluation import is_result
 from dflash_pipeline.configs.schema import EvalConfig, Run, TargetConfig
 from places import cpu_place
 
@@ -140,6 +141,8 @@ def asked(tmp_path: Path, url: str, **changes: Any) -> dict[str, Any]:
     place = cpu_place(tmp_path / "logs", "eval")
     run = Run(target=TargetConfig(thinking="off"), eval=EvalConfig(**config))
     served.main(run, place, {})
+    # which the same line may replace
+    assert is_result(out)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

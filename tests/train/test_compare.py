@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.evaluation import is_result
 from dflash_pipeline.configs.schema import EvalConfig, Run
 from dflash_pipeline.train import compare
 from places import cpu_place
@@ -49,6 +50,8 @@ def run(folder: Path, files: list[str]) -> dict[str, Any]:
     out = folder / "out.json"
     extra = {"files": files, "names": ["one", "two"]}
     compare.main(Run(eval=EvalConfig(json=str(out))), place, extra)
+    # which the same line may replace
+    assert is_result(out)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.evaluation import is_result
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import EvalConfig, Run, StoreConfig
 from dflash_pipeline.configs.status import find_statuses
@@ -345,6 +346,8 @@ def test_without_prompts_held_out_samples_are_replayed(
     said = capsys.readouterr().out
     assert "replayed 3 held-out samples" in said
     assert f"results are in {run.eval.json}" in said
+    # which the same line may replace
+    assert is_result(Path(run.eval.json))
     # a file that is gone at the end of the line is not named
     one_each = dataclasses.replace(run, eval=dataclasses.replace(run.eval, limit=1))
     evaluate.main(one_each, place, {"passing": True}, lambda *_: None)
