@@ -26,8 +26,10 @@ from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import window, worker
+from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
+from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.replay import held_out
 
 # torch 2.11 warns about its own use of deprecated calls when it compiles
@@ -148,6 +150,21 @@ def test_a_run_of_more_steps_than_planned_is_complete_at_its_end_alone(
     monkeypatch.setattr(RunLog, "progress", progress)
     worker.main(train_run(max_steps=8, epochs=9, log_every=3), place, NEW)
     assert told == [(3, 4), (6, 0), (8, 8)]
+
+
+def test_masters_are_taken_before_weights_are_rounded(
+    whole_store: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> None:
+    run = train_run(max_steps=1, dtype="bf16")
+    # too small a step for any number of fp32
+    run = replace(run, optim=replace(run.optim, lr=1e-30))
+    worker.main(run, place, NEW)
+    drafter = Drafter(read_checkpoint(tmp_path / "out").shape)
+    drafter.initialise(run.train.seed)
+    state = load_file(tmp_path / "out" / "last" / "state" / "state.safetensors")
+    for name, parameter in drafter.named_parameters():
+        assert torch.equal(state[f"master.{name}"], parameter)
+    assert not torch.equal(drafter.fc[0].weight, drafter.fc[0].weight.bfloat16().float())
 
 
 def test_a_run_that_goes_on_with_other_ranks_keeps_to_its_learning_rate(
