@@ -208,7 +208,9 @@ class CaptureConfig:
     """Tokens of a padded batch, at most."""
     num_buckets: int = 6
     """Length buckets, chosen from the data."""
-    pad_multiple: int = 64
+    # 8B shape on one H200, lognormal lengths, mean 951: 1.03 of the tokens a second of 64, because
+    # 1.2 % of the places are padding, not 3.4 %
+    pad_multiple: int = 16
     """A batch's padded length is that of its longest sample, rounded up to this many tokens."""
     gate_samples: int = 4
     """Samples per bucket group that the gate recomputes one by one before the first commit."""

@@ -16,7 +16,7 @@ def planned(lengths: np.ndarray, **changes: int) -> Plan:
     settings = {
         "num_buckets": 6,
         "token_budget": 49152,
-        "pad_multiple": 64,
+        "pad_multiple": 16,
         "shard_rows": 26_000,
         "seed": 0,
     }
@@ -45,16 +45,18 @@ def test_a_batch_keeps_to_the_budget_and_to_one_shard():
     found = planned(lengths)
     batches = groups(found)
     assert len(batches) == found.num_batches
-    padded = [len(s) * (-(-lengths[s].max() // 64) * 64) for s in batches.values()]
+    padded = [len(s) * (-(-lengths[s].max() // 16) * 16) for s in batches.values()]
     assert max(padded) <= 49152
     assert sum(padded) == found.num_padded_tokens
 
 
-def test_lognormal_lengths_pad_by_the_rounding_alone():
+@pytest.mark.parametrize(("pad_multiple", "of_lengths"), [(16, 1.02), (64, 1.05)])
+def test_lognormal_lengths_pad_by_the_rounding_alone(pad_multiple: int, of_lengths: float):
     lengths = lognormal(2)
-    rounded = (-(-lengths // 64) * 64).sum()
-    assert planned(lengths).num_padded_tokens < 1.005 * rounded
-    assert planned(lengths).num_padded_tokens < 1.05 * lengths.sum()
+    rounded = (-(-lengths // pad_multiple) * pad_multiple).sum()
+    found = planned(lengths, pad_multiple=pad_multiple)
+    assert found.num_padded_tokens < 1.007 * rounded
+    assert found.num_padded_tokens < of_lengths * lengths.sum()
 
 
 def test_a_shard_is_the_fewest_batches_that_reach_its_rows():
@@ -117,11 +119,11 @@ def test_bucket_bounds_are_the_cheapest_by_exhaustion():
 
 def test_one_sample_is_one_batch_of_one_shard():
     found = planned(np.array([5]))
-    assert (found.num_shards, found.num_batches, found.bucket_bounds) == ((1,), 1, (64,))
+    assert (found.num_shards, found.num_batches, found.bucket_bounds) == ((1,), 1, (16,))
 
 
 def test_too_long_a_sample_and_no_sample_are_refused():
-    with pytest.raises(ValueError, match=r"pads to 128 tokens, capture\.token_budget is 100"):
-        planned(np.array([65]), token_budget=100)
+    with pytest.raises(ValueError, match=r"pads to 80 tokens, capture\.token_budget is 79"):
+        planned(np.array([65]), token_budget=79)
     with pytest.raises(ValueError, match="nothing to capture"):
         planned(np.array([], dtype=np.int64))
