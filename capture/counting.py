@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dflash_pipeline.capture.batches import Int
+from dflash_pipeline.capture.compiled import is_wanted
 from dflash_pipeline.capture.construction import Arranged, arranged, fill_checked, store_spec
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.samples import Conversation, Dropped, hash64, read
@@ -95,6 +96,7 @@ def count(
         warm_batches=_sums([amounts(*shape) for shape in warmed]),
         answer_steps=answer_steps(table.num_anchors, run.generate.batch_size)
         * run.generate.samples,
+        is_compiled=is_wanted(run.capture.compile, kind, run.target.num_gpus > 1, num_tokens),
     )
     return work, table
 

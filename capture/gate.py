@@ -1,4 +1,5 @@
-"""Before a worker's first commit: do the stored bytes hold what the target gives, sample by sample?
+"""Before a worker's first commit, and the first of rows by other compiled code: do the stored bytes
+hold what the target gives, sample by sample?
 
 Each sample is computed again by another path than the hooks' (`truth.py`). Rows read back from the
 shard file must agree with it within the noise of the compute type, measured on this target, and
@@ -46,6 +47,10 @@ UNRELATED = 0.5
 LOGIT_ROWS = 256
 NUM_SWAYED = 4
 """Samples on which the noise of the compute type is measured."""
+
+
+class GateRefused(ValueError):
+    """Stored rows are not those of the target; its text says in what."""
 
 
 class Gate:
@@ -172,11 +177,11 @@ class Gate:
             errors.add_rounding(stored, wrong)
 
     def verdict(self) -> list[str]:
-        """One line for each thing compared; ValueError that names all that do not hold."""
+        """One line for each thing compared; GateRefused that names all that do not hold."""
         lines, wrong = self.findings()
         if wrong:
-            raise ValueError(
-                "the gate refuses this capture, nothing was committed: " + "; ".join(wrong)
+            raise GateRefused(
+                "the gate refuses these rows, they are not committed: " + "; ".join(wrong)
             )
         return lines
 
@@ -281,7 +286,7 @@ def check(
     tokens: Tokens,
     read_back: ReadBack,
 ) -> list[str]:
-    """Judge the stored rows of `samples`; the lines of the verdict, or ValueError.
+    """Judge the stored rows of `samples`; the lines of the verdict, or GateRefused.
 
     tokens: sample -> ids and loss mask; read_back: sample -> its stored bytes, [T, K, R] of
     hidden and [M, R] of last, out of the finished file.

@@ -113,7 +113,8 @@ def measure(
     laps.take()
     store = build_store(trial, files, place.kind, chosen, dropped, "", 1, Silence().say, spent)
     plan_s = preflight_s + laps.take() - spent.render_s - spent.tokens_s
-    warmed, _ = make_ready(target, store, trial.capture, log)
+    # as the whole capture will decide, not this sample of it
+    warmed, _ = make_ready(target, store, trial.capture, work.num_tokens, log)
     ready_s = laps.take()
     log.say(f"measuring the capture of {len(store.table):,} samples on {place.device}")
     heard, timed = _Heard(), list[BatchTime]()
@@ -134,6 +135,7 @@ def measure(
     speed = disk_speed([folder, *(nearest(Path(one.path)) for one in work.mounts[1:])])
     return CaptureCosts(
         device=torch.cuda.get_device_name() if place.kind == "cuda" else CPU,
+        is_compiled=work.is_compiled,
         import_s=import_s,
         plan_s=plan_s,
         token_s=spent.tokens_s / int(store.table.num_tokens.sum()),

@@ -66,7 +66,7 @@ def _plan(run: Run, place: Place, extra: dict[str, object], files: TargetFiles) 
         "template_args": template_arguments_text(run.target),
     }
     check_generated(run.data.files, wanted)
-    if run.capture.compile and run.target.num_gpus > 1:
+    if run.capture.compile == "on" and run.target.num_gpus > 1:
         raise UsageError(SPREAD)
     if only_count:
         for line in preview.lines(run, files, kind, place.threads, num_workers):

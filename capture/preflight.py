@@ -96,7 +96,8 @@ def _capture(
 ) -> None:
     store = build_store(run, files, "cpu", conversations, dropped, "", 1, Silence().say)
     target = Target.load(files, store.spec.layer_ids, "cpu", torch.float32)
-    if run.capture.compile:
+    # auto runs plain what cannot be compiled
+    if run.capture.compile == "on":
         # the tracer alone: whether this family's layers can be compiled whole
         planned = planned_shapes(store.table, store.layout)
         shapes = [shape for found in planned for shape in found]

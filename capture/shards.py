@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dflash_pipeline.capture import gate
 from dflash_pipeline.capture.forward import Forward, ForwardFailed
+from dflash_pipeline.capture.gate import GateRefused
 from dflash_pipeline.capture.offload import Offload, Parcel
 from dflash_pipeline.capture.pack import bad_sequences
 from dflash_pipeline.capture.stop import Stop
@@ -57,6 +58,10 @@ class _Tally:
     is_halved: bool = False
 
 
+class TooManyBad(ValueError):
+    """More samples have rows that mean nothing than `capture.max_bad_share` allows."""
+
+
 class Worker:
     """Writes the shards it is given."""
 
@@ -75,7 +80,8 @@ class Worker:
         self._store, self._target, self._config, self._log = store, target, config, log
         self._stop, self._leases, self._offload, self._writer = stop, leases, offload, writer
         self._forward = Forward(store, target, offload.device_bytes, log.say)
-        self._is_gated = False
+        # what has passed the gate: the plain layers, and of compiled ones these versions
+        self._is_gated, self._gated_versions = False, frozenset[int]()
         self._num_taken = self._num_failed = self._num_tokens = 0
         self._num_places = self._size_bytes = 0
         self._timed, self._begin, self._noted_at = timed, time.monotonic(), time.monotonic()
@@ -105,10 +111,24 @@ class Worker:
             del self._submitted[shard_id]
 
     def take(self, lease: Lease) -> None:
-        """Write one shard; a failure that leaves the device usable is counted against the shard."""
+        """Write one shard; a failure that leaves the device usable is counted against the shard.
+
+        What compiled layers alone may be to blame for is, under `auto`, no failure: the target goes
+        on with its plain ones, and the shard is free to be taken again.
+        """
         try:
             self._write(lease)
             self._num_taken += 1
+        except (GateRefused, TooManyBad) as refused:
+            if not self._target.is_compiled:
+                raise
+            if not self._may_run_plain:
+                raise ValueError(
+                    f"{refused}. The target's layers were compiled: capture into another --store "
+                    "with --set capture.compile=off"
+                ) from refused
+            self._writer.abort()
+            self._run_plain(str(refused))
         except ForwardFailed as failed:
             self._num_failed += 1
             self._last_failure = f"shard {lease.shard_id}: {failed}"
@@ -116,9 +136,25 @@ class Worker:
             # a broken device never gives back what is in flight
             self._forward.check_device(failed)
             self._drop(lease, failed)
+            no_memory = isinstance(failed.__cause__, torch.OutOfMemoryError)
+            if self._may_run_plain and not no_memory:
+                self._run_plain(str(failed))
+                return
             # nothing works here: it is not the shards
             if self._num_taken == 0 and self._num_failed > self._config.max_shard_failures:
                 raise ValueError(str(failed)) from failed
+
+    @property
+    def _may_run_plain(self) -> bool:
+        return self._target.is_compiled and self._config.compile != "on"
+
+    def _run_plain(self, why: str) -> None:
+        """Take the compiled layers out; shards are judged anew."""
+        self._target.is_compiled = self._is_gated = False
+        self._target.versions.clear()
+        if self._timed is not None:
+            self._timed.clear()
+        self._log.say(f"compiled layers do not serve ({why}): they run plain from here on")
 
     def check_set_aside(self) -> None:
         """ValueError that names the shards that failed too often, once they alone are left."""
@@ -204,7 +240,7 @@ class Worker:
         num_bad = int(np.count_nonzero(self._store.state_N)) + len(tally.bad)
         num_bad += sum(num_bad for _, num_bad in self._submitted.values())
         if tally.bad and num_bad > self._config.max_bad_share * len(table):
-            raise ValueError(
+            raise TooManyBad(
                 f"{num_bad} of {len(table)} samples have rows that are not finite or all zero, the "
                 f"last is {table.key(max(tally.bad))}; more than capture.max_bad_share = "
                 f"{self._config.max_bad_share} allows. A target may overflow target.dtype"
@@ -214,7 +250,8 @@ class Worker:
         store, writer = self._store, self._writer
         # int4's signed scales put each group's extreme on -8: nothing is ever cut off
         clipped_L = np.zeros(store.spec.num_amax, np.uint32)
-        if self._is_gated:
+        versions = frozenset(self._target.versions)
+        if self._is_gated and versions == self._gated_versions:
             writer.submit(tally.amax_L, clipped_L, tally.bad, halved=tally.is_halved)
             self._submitted[tally.shard_id] = (tally.num_tokens, len(tally.bad))
             return
@@ -234,7 +271,7 @@ class Worker:
                 writer.read_back,
             ):
                 self._log.say(f"gate: {line}")
-            self._is_gated = True
+            self._is_gated, self._gated_versions = True, versions
         writer.commit()
         self.refresh()
 

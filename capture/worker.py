@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from dflash_pipeline.capture.calibrating import calibrated
-from dflash_pipeline.capture.compiled import Served, compile_layers
+from dflash_pipeline.capture.compiled import Served, compile_layers, is_wanted
 from dflash_pipeline.capture.forward import MORE_GPUS
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.offload import Offload
@@ -20,7 +21,7 @@ from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target, compute_dtype, slow_fallback
 from dflash_pipeline.capture.voice import Voice
 from dflash_pipeline.capture.warmup import warm_up
-from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.errors import UsageError, first_line
 from dflash_pipeline.configs.memory import explained
 from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import CaptureConfig, Run
@@ -55,7 +56,8 @@ def work(run: Run, place: Place, files: TargetFiles) -> None:
             target = load_target(run, place, store, files)
         if slow := slow_fallback(files, place.kind):
             log.say(slow)
-        _, served = make_ready(target, store, run.capture, log)
+        num_tokens = int(store.table.num_tokens.sum())
+        _, served = make_ready(target, store, run.capture, num_tokens, log)
         where = target.spread or f"on {place.device}"
         log.say(f"{run.target.id} is ready {where} ({target.dtype})")
         try:
@@ -64,7 +66,7 @@ def work(run: Run, place: Place, files: TargetFiles) -> None:
         except KeyboardInterrupt:
             log.say("stopped; committed shards are kept, run the same command to go on")
             raise
-        if served:
+        if served and target.is_compiled:
             log.say(f"compiled layers served {100 * served.share:.1f} % of the batches' layers")
     seal(store, run.capture)
     num_bad = int(np.count_nonzero(store.state_N))
@@ -105,16 +107,31 @@ def load_target(run: Run, place: Place, store: Store, files: TargetFiles) -> Tar
 
 
 def make_ready(
-    target: Target, store: Store, config: CaptureConfig, log: Voice
+    target: Target, store: Store, config: CaptureConfig, num_tokens: int, log: Voice
 ) -> tuple[Sequence[Shape], Served | None]:
     """Compile the target, where that is wanted, and warm it up for the store's plan.
 
-    Returns the shapes that it was warmed up with, and what counts the compiled layers' use.
+    num_tokens: of the whole capture, whose work decides under `auto`. Returns the shapes that it
+    was warmed up with, and what counts the compiled layers' use. UsageError as of `compile_layers`
+    where `capture.compile` is on.
     """
     planned, served = planned_shapes(store.table, store.layout), None
-    if config.compile:
+    if is_wanted(config.compile, target.device.type, bool(target.spread), num_tokens):
         log.say("compiling the target's layers")
-        served = compile_layers(target, [shape for shapes in planned for shape in shapes])
+        shapes = [shape for found in planned for shape in found]
+        try:
+            served = compile_layers(target, shapes)
+        except Exception as error:
+            if config.compile == "on":
+                raise
+            # whatever stopped it, the plain layers do without
+            target.is_compiled = False
+            traceback.print_exception(error)
+            why = first_line(error.__cause__ or error)
+            log.say(
+                f"the layers of {type(target.model).__name__} cannot be compiled ({why}): they run "
+                "plain"
+            )
     return warm_up(target, extremes(planned)), served
 
 

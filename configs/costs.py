@@ -46,6 +46,8 @@ class CaptureWork:
     """The same of those that a worker computes before its first; zeros on a CPU."""
     answer_steps: float
     """Steps of generating the answers anew, in batches of generate.batch_size."""
+    is_compiled: bool
+    """So much work, on such devices, has the target's layers compiled (`capture.compile`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,8 @@ class CaptureCosts:
 
     device: str
     """The GPU's name, or `CPU`."""
+    is_compiled: bool
+    """Of the work that it was measured for."""
     import_s: float
     """Until a process of a capture has loaded its libraries."""
     plan_s: float

@@ -136,7 +136,8 @@ def predictor(
     """Count the data of `run` and, unless the file `measurement` is there, measure; it is written.
 
     folder: a scratch folder beside the store; devices: those of one target, the first trains.
-    UsageError for a measurement of other settings, MeasuringFailed.
+    UsageError for a measurement of other settings, or of plain layers where so much data have them
+    compiled; MeasuringFailed.
     """
     known = _read_measurement(measurement, run, devices)
     extra = {"folder": str(folder), "is_measured": known is not None, "kind": devices.kind}
@@ -157,10 +158,18 @@ def predictor(
         if measurement:
             Path(measurement).parent.mkdir(parents=True, exist_ok=True)
             write_whole(Path(measurement), (json.dumps(known, indent=1) + "\n").encode())
+    work, costs = work_of(read_object(folder / "work.json")), CaptureCosts(**known["capture"])
+    if work.is_compiled != costs.is_compiled:
+        layers = {True: "compiled layers", False: "plain layers"}
+        raise UsageError(
+            f"--measurement {measurement} was made with {layers[costs.is_compiled]}, a capture of "
+            f"these {work.num_tokens:,} tokens has {layers[work.is_compiled]} (capture.compile = "
+            f"{run.capture.compile}). Name a file that is not there, and it is measured anew"
+        )
     return Predictor(
         run,
-        work_of(read_object(folder / "work.json")),
-        CaptureCosts(**known["capture"]),
+        work,
+        costs,
         TrainWork(**read_object(folder / "train_work.json")),
         TrainCosts(**known["train"]),
     )

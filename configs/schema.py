@@ -226,9 +226,11 @@ class CaptureConfig:
     """Batches whose rows the GPU holds at the same time: one being computed, one being copied."""
     host_buffers: int = 4
     """Batches held in host memory on their way to the disk."""
-    compile: bool = False
-    """Compile the target's decoder layers before the first shard: one version for all lengths. The
-    gate judges their rows by the plain layers. A family that cannot be compiled is refused."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the target's decoder layers before the first shard, one version for all lengths; the
+    gate judges their rows by the plain layers. auto: on CUDA, for a target on one GPU, from 20
+    million planned tokens on; plain where the compiler or the gate refuses it, and that is said.
+    on: refused there."""
     quota: str = ""
     """Most bytes of the store on disk, as in 4TB or 1.5TiB: capture waits there until every
     training run that follows the store has used a shard, which is deleted then. Empty: no bound."""

@@ -12,12 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from dflash_pipeline.capture import planning, preflight, worker
-from dflash_pipeline.capture.compiled import SPREAD, Served, compile_layers, num_compiled
+from dflash_pipeline.capture import compiled, measure, planning, preflight, worker
+from dflash_pipeline.capture.compiled import (
+    LEAST_TOKENS,
+    SPREAD,
+    Served,
+    compile_layers,
+    is_wanted,
+    num_compiled,
+)
+from dflash_pipeline.capture.pack import Packer
 from dflash_pipeline.capture.shapes import planned_shapes
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.errors import UsageError
@@ -91,17 +101,29 @@ def test_a_family_that_cannot_be_traced_whole_is_refused_by_name(
     make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model("qwen3")
-    layer = type(model.model.layers[0])
-    forward = layer.forward
-
-    def breaking(self: Any, hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> Any:
-        if hidden_states.sum().item() > 1e9:
-            raise AssertionError
-        return forward(self, hidden_states, *inputs, **named)
-
-    monkeypatch.setattr(layer, "forward", breaking)
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", _breaking(Qwen3DecoderLayer.forward))
     with pytest.raises(UsageError, match="layers of Qwen3ForCausalLM cannot be compiled"):
         compile_layers(Target(model, (0,)), PLANNED, backend="eager")
+
+
+def test_a_batch_that_does_not_fit_while_compiling_is_left_to_the_capture(
+    make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target(make_model("qwen3"), (0,))
+    run, tried = target.run, []
+
+    def full(ids_BT: torch.Tensor, take: Any) -> torch.Tensor:
+        tried.append(tuple(ids_BT.shape))
+        if len(tried) > 1:
+            raise torch.OutOfMemoryError
+        return run(ids_BT, take)
+
+    monkeypatch.setattr(target, "run", full)
+    served = compile_layers(target, PLANNED, backend="eager")
+    assert tried == [(9, 16), (2, 64)]
+    monkeypatch.undo()
+    target.forward(_ids(3, 48))
+    assert served.share == 1
 
 
 def test_a_target_over_several_gpus_is_refused(
@@ -135,34 +157,286 @@ def _run(target: Path, folder: Path) -> Run:
         run,
         data=replace(run.data, files=(str(data),), heldout=0.0),
         store=replace(run.store, path=str(folder / "hs"), shard_bytes=1),
-        capture=replace(run.capture, compile=True, token_budget=256, pad_multiple=16),
+        capture=replace(run.capture, compile="on", token_budget=256, pad_multiple=16),
     )
 
 
-def test_a_capture_with_compiled_layers_passes_the_gate_and_compiles_nothing_after_it(
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Regions compiled after each target, the tracer alone compiling."""
+    found = []
+
+    def trace(target: Target, shapes: Any, **options: Any) -> Served:
+        served = compile_layers(target, shapes, backend="eager")
+        found.append(num_compiled())
+        return served
+
+    monkeypatch.setattr(worker, "compile_layers", trace)
+    monkeypatch.setattr(preflight, "compile_layers", trace)
+    return found
+
+
+@pytest.fixture
+def auto_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` decides on a CPU as on a GPU, and by a bound that the plan of `_run` reaches."""
+
+    def decided(setting: str, _kind: str, is_spread: bool, num_tokens: int) -> bool:
+        return is_wanted(setting, "cuda", is_spread, num_tokens)
+
+    monkeypatch.setattr(worker, "is_wanted", decided)
+    monkeypatch.setattr(compiled, "LEAST_TOKENS", 100)
+
+
+def _captured(run: Run, folder: Path) -> None:
+    planning.plan_and_capture(run, cpu_place(folder / "hs.logs", "capture"), _extra())
+
+
+def _auto(run: Run, **changes: Any) -> Run:
+    return replace(run, capture=replace(run.capture, compile="auto", **changes))
+
+
+def _breaking(forward: Any) -> Any:
+    def breaking(self: Any, hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> Any:
+        if hidden_states.sum().item() > 1e9:
+            raise AssertionError
+        return forward(self, hidden_states, *inputs, **named)
+
+    return breaking
+
+
+def _wrong(forward: Any, wrong: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A layer's forward whose compiled code gives something else than its plain code."""
+
+    def doing(self: Any, *inputs: Any, **named: Any) -> Any:
+        hidden = forward(self, *inputs, **named)
+        return wrong(hidden) if torch.compiler.is_compiling() else hidden
+
+    return doing
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "is_spread", "num_tokens", "expected"),
+    [
+        ("auto", "cuda", False, LEAST_TOKENS, True),
+        ("auto", "cuda", False, LEAST_TOKENS - 1, False),
+        ("auto", "cuda", True, LEAST_TOKENS, False),
+        ("auto", "cpu", False, LEAST_TOKENS, False),
+        ("on", "cpu", False, 1, True),
+        ("on", "cuda", True, 1, True),
+        ("off", "cuda", False, LEAST_TOKENS, False),
+    ],
+)
+def test_auto_compiles_for_one_gpu_from_a_bound_on(
+    setting: str, kind: str, is_spread: bool, num_tokens: int, expected: bool
+) -> None:
+    assert is_wanted(setting, kind, is_spread, num_tokens) == expected
+
+
+@pytest.mark.usefixtures("auto_here")
+@pytest.mark.parametrize("below", [0, 1])
+def test_auto_decides_by_the_tokens_of_the_plan(
+    below: int,
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    traced: list[int],
+) -> None:
+    run = _auto(_run(make_target_dir("qwen3"), tmp_path))
+    planning.main(run, cpu_place(tmp_path / "hs.logs", "plan"), _extra())
+    num_tokens = int(open_store(run.store.path).table.num_tokens.sum())
+    monkeypatch.setattr(compiled, "LEAST_TOKENS", num_tokens + below)
+    worker.main(run, cpu_place(tmp_path / "hs.logs", "capture"), {})
+    # the preflight's twin is not compiled under auto
+    assert len(traced) == 1 - below
+    assert open_store(run.store.path).is_complete
+
+
+def test_auto_compiles_nothing_on_a_cpu(
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    traced: list[int],
+) -> None:
+    monkeypatch.setattr(compiled, "LEAST_TOKENS", 1)
+    run = _auto(_run(make_target_dir("qwen3"), tmp_path))
+    _captured(run, tmp_path)
+    assert traced == []
+    assert open_store(run.store.path).is_complete
+
+
+def test_the_measurement_decides_by_the_planned_work_not_by_its_sample(
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def decided(setting: str, kind: str, is_spread: bool, num_tokens: int) -> bool:
+        asked.append(num_tokens)
+        return is_wanted(setting, kind, is_spread, num_tokens)
+
+    monkeypatch.setattr(worker, "is_wanted", decided)
+    monkeypatch.setattr(measure, "CAPTURE_S", 0.0)
+    monkeypatch.setattr(measure, "_LEAST_SAMPLED", 4)
+    run = _auto(_run(make_target_dir("qwen3"), tmp_path))
+    run = replace(run, generate=replace(run.generate, endpoints=("http://none",)))
+    extra = {"folder": str(tmp_path), "is_measured": False, "kind": "cpu"}
+    measure.main(run, cpu_place(tmp_path / "logs", "plan"), extra)
+    work = json.loads((tmp_path / "work.json").read_text())
+    assert len(open_store(tmp_path / "store").table) < work["num_samples"]
+    assert asked == [work["num_tokens"]]
+    costs = json.loads((tmp_path / "costs.json").read_text())
+    assert costs["is_compiled"] is work["is_compiled"] is False
+
+
+@pytest.mark.usefixtures("auto_here")
+def test_under_auto_a_family_that_cannot_be_compiled_runs_plain_and_says_so(
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    traced: list[int],
+) -> None:
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", _breaking(Qwen3DecoderLayer.forward))
+    run = _auto(_run(make_target_dir("qwen3"), tmp_path))
+    _captured(run, tmp_path)
+    assert traced == []
+    assert verify(run.store.path, deep=True).problems == []
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if "plain" in line)
+    assert "the layers of Qwen3ForCausalLM cannot be compiled (" in told
+    assert "compiled layers served" not in told
+
+
+FAULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "states": (lambda hidden: hidden * 1.5, "the gate refuses these rows"),
+    "no numbers": (lambda hidden: hidden * float("nan"), "rows that are not finite"),
+}
+
+
+@pytest.mark.usefixtures("auto_here")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_compiled_layers_that_are_wrong_are_given_up_under_auto(
+    fault: str,
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    traced: list[int],
+) -> None:
+    wrong, found = FAULTS[fault]
+    plain = Qwen3DecoderLayer.forward
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", _wrong(plain, wrong))
+    run = _auto(_run(make_target_dir("qwen3"), tmp_path))
+    _captured(run, tmp_path)
+    assert len(traced) == 1
+    said = capsys.readouterr().out
+    (told,) = (line for line in said.splitlines() if "compiled layers do not serve (" in line)
+    assert found in told
+    assert "compiled layers served" not in said
+    assert verify(run.store.path, deep=True).problems == []
+    # the rows are the plain layers' own, to the byte
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", plain)
+    (tmp_path / "off").mkdir()
+    whole = _run(Path(run.target.id), tmp_path / "off")
+    whole = replace(whole, capture=replace(whole.capture, compile="off"))
+    _captured(whole, tmp_path / "off")
+    one, other = open_store(run.store.path), open_store(whole.store.path)
+    assert not one.state_N.any()
+    for sample in range(len(one.table)):
+        np.testing.assert_array_equal(one.hidden(sample), other.hidden(sample))
+
+
+@pytest.mark.usefixtures("auto_here")
+def test_compiled_layers_that_raise_are_given_up_under_auto(
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    traced: list[int],
+) -> None:
+    compile_traced = worker.compile_layers
+
+    def failing(target: Target, shapes: Any) -> Served:
+        served, run = compile_traced(target, shapes), target.run
+
+        def fail(ids_BT: torch.Tensor, take: Any) -> torch.Tensor:
+            # not in the calibration's and the gate's own
+            if target.is_compiled and len(ids_BT) > 1:
+                raise RuntimeError("no such kernel")
+            return run(ids_BT, take)
+
+        monkeypatch.setattr(target, "run", fail)
+        return served
+
+    monkeypatch.setattr(worker, "compile_layers", failing)
+    _captured(_auto(_run(make_target_dir("qwen3"), tmp_path)), tmp_path)
+    assert len(traced) == 1
+    told = "compiled layers do not serve (RuntimeError: no such kernel): they run plain"
+    assert told in capsys.readouterr().out
+    assert verify(str(tmp_path / "hs"), deep=True).problems == []
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_compiled_layers_that_are_wrong_are_refused_when_asked_for_by_name(
+    fault: str,
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong, found = FAULTS[fault]
+    monkeypatch.setattr(preflight, "check", lambda *_: None)
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", _wrong(Qwen3DecoderLayer.forward, wrong))
+    run = _run(make_target_dir("qwen3"), tmp_path)
+    with pytest.raises(ValueError, match=found) as refused:
+        _captured(run, tmp_path)
+    assert "--set capture.compile=off" in str(refused.value)
+    store = open_store(run.store.path)
+    committed = [i for i in store.layout.shard_ids() if store.is_committed(i)]
+    # sequences alone, which the plain layers computed
+    batches = [batch for one in committed for batch in store.table.batches_of(one)]
+    assert all(batch.stop - batch.start == 1 for batch in batches)
+
+
+@pytest.mark.usefixtures("auto_here", "traced")
+def test_a_gate_that_refuses_the_plain_layers_too_ends_the_capture(
     make_target_dir: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = []
+    run = _auto(_run(make_target_dir("qwen3"), tmp_path))
+    planning.main(run, cpu_place(tmp_path / "hs.logs", "plan"), _extra())
+    monkeypatch.setattr(Packer, "layer", _rolled(Packer.layer))
+    with pytest.raises(ValueError, match="the gate refuses these rows") as refused:
+        worker.main(run, cpu_place(tmp_path / "hs.logs", "capture"), {})
+    assert "capture.compile" not in str(refused.value)
+    assert "compiled layers do not serve" in capsys.readouterr().out
 
-    def traced(target: Target, shapes: Any, **options: Any) -> Served:
-        served = compile_layers(target, shapes, backend="eager")
-        found.append(num_compiled())
-        return served
 
-    monkeypatch.setattr(worker, "compile_layers", traced)
-    monkeypatch.setattr(preflight, "compile_layers", traced)
+def _rolled(layer: Any) -> Any:
+    def moved(self: Any, place: int, hidden_BTH: torch.Tensor, *rest: Any) -> None:
+        layer(self, place, hidden_BTH.roll(1, 1), *rest)
+
+    return moved
+
+
+def test_a_capture_with_compiled_layers_passes_the_gate_and_compiles_nothing_after_it(
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    traced: list[int],
+) -> None:
     run = _run(make_target_dir("qwen3"), tmp_path)
-    place = cpu_place(tmp_path / "hs.logs", "capture")
-    planning.plan_and_capture(run, place, _extra())
+    _captured(run, tmp_path)
+    found = traced
     assert verify(run.store.path, deep=True).problems == []
     # the twin of the preflight, then the target
     assert len(found) == 2
     assert num_compiled() == found[1] > found[0] > 0
     store = open_store(run.store.path)
-    counts = [one for found in planned_shapes(store.table, store.layout) for one, _ in found]
+    planned = planned_shapes(store.table, store.layout)
+    counts = [one for shapes in planned for one, _ in shapes]
     share = sum(count > 1 for count in counts) / len(counts)
     told = f"compiled layers served {100 * share:.1f} % of the batches' layers"
     assert share > 0

@@ -213,9 +213,9 @@ def test_a_setting_that_a_store_knows_nothing_of_was_as_the_default_is(planned_r
     del recorded["capture"]["compile"]
     before = dataclasses.replace(store.attributes, run=recorded)
     assert plan_differences(store.spec, before, planned_run) == []
-    compiled = dataclasses.replace(planned_run.capture, compile=True)
+    compiled = dataclasses.replace(planned_run.capture, compile="on")
     run = dataclasses.replace(planned_run, capture=compiled)
-    assert plan_differences(store.spec, before, run) == ["capture.compile: False and True"]
+    assert plan_differences(store.spec, before, run) == ["capture.compile: 'auto' and 'on'"]
 
 
 def test_the_count_says_which_mount_has_no_room(

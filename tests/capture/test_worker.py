@@ -380,7 +380,7 @@ def test_rows_that_the_gate_refuses_are_never_committed(
 
     index_batch = forward.index_batch
     monkeypatch.setattr(forward, "index_batch", moved)
-    with pytest.raises(ValueError, match="the gate refuses this capture, nothing was committed"):
+    with pytest.raises(ValueError, match="the gate refuses these rows, they are not committed"):
         _capture(run)
     store = open_store(run.store.path)
     assert not any(store.is_committed(i) for i in store.layout.shard_ids())

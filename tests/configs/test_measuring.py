@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from dflash_pipeline.configs.stage import ONE_CPU
 
 CAPTURE = CaptureCosts(
     device=CPU,
+    is_compiled=False,
     import_s=1.0,
     plan_s=1.0,
     token_s=1e-6,
@@ -141,6 +142,7 @@ def test_a_measurement_is_kept_in_a_folder_that_is_new(
         batches=[1.0, 16.0, 256.0],
         warm_batches=[0.0, 0.0, 0.0],
         answer_steps=0.0,
+        is_compiled=False,
     )
     written = {
         "costs": CAPTURE,
@@ -161,3 +163,7 @@ def test_a_measurement_is_kept_in_a_folder_that_is_new(
         found = measuring.predictor(run, devices, tmp_path, "logs", kept, io.StringIO())
         assert found.work == work
     assert json.loads(Path(kept).read_text())["train"] == asdict(TRAIN)
+    # as many data as have the layers compiled
+    written["work"] = replace(work, is_compiled=True)
+    with pytest.raises(UsageError, match=r"made with plain layers, a capture of these 9 tokens"):
+        measuring.predictor(run, devices, tmp_path, "logs", kept, io.StringIO())

@@ -34,9 +34,11 @@ WORK = CaptureWork(
     batches=[22_800.0, 1.02 * TOKENS, 0.0],
     warm_batches=[0.0, 0.0, 0.0],
     answer_steps=1e6,
+    is_compiled=True,
 )
 CAPTURE = CaptureCosts(
     device="H200",
+    is_compiled=True,
     import_s=0.0,
     plan_s=0.0,
     token_s=0.0,
