@@ -43,7 +43,8 @@ class Progress:
     """Optimizer steps done."""
     position: Position
     schedule_step: int
-    """Steps of the learning rate's schedule done: `step`, unless the number of ranks changed."""
+    """Steps of the learning rate's schedule done: `step`, unless the number of ranks changed; a
+    run that follows stores has its place from what it draws."""
     num_steps: int
     """All steps of the schedule, by the plan for this number of ranks."""
     best_tau: float

@@ -29,8 +29,9 @@ from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.release import Releases
 from dflash_pipeline.store.rolling import gather
 from dflash_pipeline.store.spec import ShardId
-from dflash_pipeline.train.follow import Order, Shard
+from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.order import Position, shard_number
+from dflash_pipeline.train.segments import Shard
 
 _LOOK_EVERY_S = 1.0
 

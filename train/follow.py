@@ -10,13 +10,12 @@ that are there: while it is trained the other half waits, and then capture fills
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,28 +33,22 @@ from dflash_pipeline.train.order import (
     segment_batches,
     shard_number,
 )
+from dflash_pipeline.train.schedule import Shares
+from dflash_pipeline.train.segments import (
+    Segment,
+    Shard,
+    Shards,
+    parse_line,
+    parsed,
+    recorded,
+    segment_line,
+)
 
 Ints = npt.NDArray[np.int64]
-Shard = tuple[int, int]
-"""Store and shard number."""
-Shards = tuple[Shard, ...]
 
-ORDER_FILE = "order"
-"""In a run directory: the shards of each segment that was drawn."""
 _LOOK_EVERY_S = 1.0
 # without a new shard for so long, a rolling store is taken to be full
 _STALLED_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of an epoch."""
-
-    shards: Shards | None
-    """(store, shard number) of each shard; None: all of them."""
-    is_last: bool
-    is_stop: bool = False
-    """Not a segment: a rank was told to stop while all waited for shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +60,8 @@ class Draw:
     """Places in the catalog, one array a batch; fewer than train.accumulate at an epoch's end."""
     after: Position
     """Where the run is once this step is done."""
+    share: float | None
+    """Of the run's planned data before this step; None: no store is followed."""
 
 
 class Draws(Protocol):
@@ -99,6 +94,8 @@ class Order:
         self._batches: list[Ints] | None = None
         self._num_batches: dict[int, int] = {}
         self._is_last = False
+        self._shares_before, self._share = 0.0, 0.0
+        """Of an epoch's planned data: before the segment at hand, and its own."""
         self.is_finished = False
         """No further step will come: the epochs are done, or the run stops here."""
         self.is_stopped = False
@@ -147,7 +144,14 @@ class Order:
         own = rank_batches(self._batches, at.batch, group.rank, group.world, config.accumulate)
         end = min(at.batch + group.world * config.accumulate, len(self._batches))
         self._position = Position(at.epoch, at.segment, end)
-        return Draw(at.epoch, tuple(own), self._position)
+        return Draw(at.epoch, tuple(own), self._position, self._share_before(at))
+
+    def _share_before(self, at: Position) -> float | None:
+        if self._following is None:
+            return None
+        assert self._batches is not None
+        within = self._share * at.batch / len(self._batches)
+        return (at.epoch + self._shares_before + within) / self._config.epochs
 
     def _enter(self, at: Position, wants_stop: bool) -> bool:
         """Pack the segment at `at`; False: it is not known yet, or the run stops here."""
@@ -164,6 +168,8 @@ class Order:
             return False
         self._batches = self._packed(at, segment)
         self._is_last = segment.is_last
+        if self._following is not None:
+            self._shares_before, self._share = self._following.shares(at)
         return True
 
     def _packed(self, at: Position, segment: Segment) -> list[Ints]:
@@ -207,10 +213,18 @@ class _Following:
     ) -> None:
         self._samples, self._stores, self._config, self._group = samples, stores, config, group
         self._path, self._say = path, say
-        recorded = group.agree("order", _recorded(path) if group.rank == 0 else "")
-        self.known = _parsed(recorded, path)
+        told = group.agree("order", recorded(path) if group.rank == 0 else "")
+        self.known = parsed(told, path)
+        self._shares = Shares(samples, config)
         self._looked_at = -_LOOK_EVERY_S
         self._num_seen, self._grew_at = 0, time.monotonic()
+
+    def shares(self, at: Position) -> tuple[float, float]:
+        """Of an epoch's planned data: before the segment at `at`, which is known, and its own."""
+        if at.epoch > 0:
+            return 0.0, 1.0
+        before = (shard for one in self.known[: at.segment] for shard in one.shards or ())
+        return self._shares.of(before), self._shares.of(self.known[at.segment].shards or ())
 
     def segment(self, index: int, wants_stop: bool) -> Segment | None:
         if index < len(self.known):
@@ -228,13 +242,13 @@ class _Following:
         if wants_stop:
             self._group.tell("stop asked", "")
         line = self._group.told(f"segment/{index}")
-        return None if line is None else _parse(line)
+        return None if line is None else parse_line(line)
 
     def _decide(self, wants_stop: bool) -> Segment | None:
         key = f"segment/{len(self.known)}"
         if wants_stop or self._group.told("stop asked") is not None:
             segment = Segment((), is_last=False, is_stop=True)
-            self._group.tell(key, _line(segment))
+            self._group.tell(key, segment_line(segment))
             return segment
         fresh = self._fresh_shards()
         is_last = all(store.is_sealed for store in self._stores)
@@ -243,10 +257,10 @@ class _Following:
             return None
         segment = Segment(chosen, is_last)
         with writing(self._path), self._path.open("a") as file:
-            file.write(_line(segment) + "\n")
+            file.write(segment_line(segment) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._group.tell(key, _line(segment))
+        self._group.tell(key, segment_line(segment))
         return segment
 
     def _chosen(self, fresh: Shards) -> Shards:
@@ -301,40 +315,3 @@ class _Following:
             float((samples.num_anchors_C[chosen] * share).sum()) / config.batch_anchors,
         )
         return num_batches >= self._group.world * config.accumulate
-
-
-def _recorded(path: Path) -> str:
-    """The whole lines of OUT/order; one that a kill tore is cut off."""
-    if not path.exists():
-        return ""
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        os.truncate(path, len(whole))
-    # bytes that are no text make a line that is none, which is named
-    return whole.decode(errors="replace")
-
-
-def _line(segment: Segment) -> str:
-    return json.dumps({"shards": segment.shards, "last": segment.is_last, "stop": segment.is_stop})
-
-
-def _parsed(text: str, path: Path) -> list[Segment]:
-    """The segments that OUT/order names; ValueError for a line that is none."""
-    segments = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            segments.append(_parse(line))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}: line {number} is damaged ({error}), so which samples this run has drawn "
-                "is not known; begin a new run with another --out, from its weights by "
-                f"--init-from {path.parent}"
-            ) from None
-    return segments
-
-
-def _parse(line: str) -> Segment:
-    entry: dict[str, Any] = json.loads(line)
-    shards = tuple((int(store), int(shard)) for store, shard in entry["shards"])
-    return Segment(shards, bool(entry["last"]), bool(entry["stop"]))

@@ -6,7 +6,6 @@ A bad step is skipped there and counted there; the host learns of it at the next
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,22 +21,6 @@ from dflash_pipeline.train.reduction import Reduction, length_of
 # weight sum, loss sum, request to stop: they travel at the end of the flat gradient
 _NUM_SUMS = 3
 _ALIGNMENT = 64
-
-
-def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:
-    """Of the 0-based `step` of `num_steps`; a pure function, so a resumed run needs no state."""
-    warmup_steps = math.ceil(config.warmup * num_steps)
-    if step < warmup_steps:
-        return config.lr * (step + 1) / warmup_steps
-    floor = config.min_lr_share
-    if config.schedule == "wsd":
-        decay_steps = max(math.ceil(config.decay * num_steps), 1)
-        share = min(max(num_steps - step, 0) / decay_steps, 1.0)
-    else:
-        done = min((step - warmup_steps) / max(num_steps - warmup_steps, 1), 1.0)
-        linear = config.schedule == "linear"
-        share = 1 - done if linear else 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr * (floor + (1 - floor) * share)
 
 
 def _has_kernel(flat: Tensor) -> bool:

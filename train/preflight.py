@@ -23,7 +23,6 @@ from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import write_zlab
 from dflash_pipeline.train.feed import Batch
-from dflash_pipeline.train.follow import ORDER_FILE
 from dflash_pipeline.train.forward import EagerForward
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
@@ -31,7 +30,9 @@ from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.loss import Teacher, teacher_spans
 from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.noise import Noise
-from dflash_pipeline.train.optim import Optimizer, learning_rate
+from dflash_pipeline.train.optim import Optimizer
+from dflash_pipeline.train.schedule import learning_rate
+from dflash_pipeline.train.segments import ORDER_FILE
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.step import learn
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_pipeline.train.feed import Feed
 from dflash_pipeline.train.follow import Draw
-from dflash_pipeline.train.optim import learning_rate
+from dflash_pipeline.train.schedule import learning_rate, place_in_schedule
 from dflash_pipeline.train.setup import Training
 from dflash_pipeline.train.step import learn
 
@@ -36,7 +36,11 @@ def take_step(
             clock,
         )
     progress = training.progress
-    lr = learning_rate(progress.schedule_step, progress.num_steps, training.run.optim)
+    num_steps, max_steps = progress.num_steps, training.run.train.max_steps
+    place = place_in_schedule(
+        progress.step, draw.share, progress.schedule_step, num_steps, max_steps
+    )
+    lr = learning_rate(place, num_steps, training.run.optim)
     with clock.stage("reduce"):
         votes = optimizer.sum_up(wants_stop())
     with clock.stage("optimizer"):

@@ -19,8 +19,9 @@ from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import record
 from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.feed import Feed, feed_access
-from dflash_pipeline.train.follow import ORDER_FILE, Order
+from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.segments import ORDER_FILE
 from dflash_pipeline.train.setup import Training, build, compute_on, open_stores
 from dflash_pipeline.train.stop import StopVote, StopWish
 from dflash_pipeline.train.validation import is_on_plateau, validate

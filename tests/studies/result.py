@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dflash_pipeline.train.follow import ORDER_FILE
+from dflash_pipeline.train.segments import ORDER_FILE
 from studies.arms import BASE_STORE, FOLLOWED, Arm, following_arm, later_arms, objective_arms
 from studies.paired import Difference, Score, Unpaired, relative, smallest_mode
 from studies.scoring import LOOKUP, UNTRAINED, score_path

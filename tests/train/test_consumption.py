@@ -25,10 +25,11 @@ from dflash_pipeline.train import consumption, evaluate, follow, worker
 from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.export import write_zlab
-from dflash_pipeline.train.follow import Draw, Order, Shard
+from dflash_pipeline.train.follow import Draw, Order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.journal import Journal, awaited
 from dflash_pipeline.train.order import Position, catalog, shard_number
+from dflash_pipeline.train.segments import Shard
 from dflash_pipeline.train.shape import DrafterShape
 
 START = Position(0, 0, 0)

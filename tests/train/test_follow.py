@@ -16,7 +16,7 @@ from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.train import follow
 from dflash_pipeline.train.follow import Draw, Order
-from dflash_pipeline.train.order import Position, catalog
+from dflash_pipeline.train.order import Position, catalog, planned_steps
 
 START = Position(0, 0, 0)
 
@@ -78,6 +78,7 @@ def test_a_whole_store_needs_no_record(
     draws = _all(order)
     assert order.is_finished
     assert not order.is_following
+    assert {draw.share for draw in draws} == {None}
     assert not (tmp_path / "order").exists()
     assert sorted(_drawn(draws, 0)) == sorted(_drawn(draws, 1))
     assert _drawn(draws, 0) != _drawn(draws, 1)
@@ -155,7 +156,47 @@ def test_a_growing_store_gives_committed_samples_alone_each_once(
     for own, order in zip(draws, again, strict=True):
         repeated = _all(order)
         assert [draw.after for draw in repeated] == [draw.after for draw in own]
+        assert [draw.share for draw in repeated] == [draw.share for draw in own]
         assert _drawn(repeated, 0) == _drawn(own, 0)
+
+
+def test_each_step_of_a_followed_store_tells_the_share_of_the_plan_before_it(
+    tiny: Any, train_plan: Any, growing_store: Store, order_of: Callable[..., Order]
+) -> None:
+    """Shard by shard on two ranks: more steps than one packing of all would take."""
+    board, changes = Board(), {"epochs": 2, "batch_anchors": 8}
+    stores = [open_store(growing_store.path) for _ in range(2)]
+    orders = [order_of(store, rank, 2, board, **changes) for rank, store in enumerate(stores)]
+    draws: list[list[Draw]] = [[], []]
+    for _ in train_plan.layout.shard_ids():
+        tiny.capture(train_plan, growing_store, most=1)
+        for own, order in zip(draws, orders, strict=True):
+            own += _all(order)
+    growing_store.seal()
+    for own, order in zip(draws, orders, strict=True):
+        own += _all(order)
+    samples, config = orders[0]._samples, orders[0]._config
+    first, second = ([draw.share for draw in draws[0] if draw.epoch == epoch] for epoch in (0, 1))
+    assert 2 * len(first) > planned_steps(samples, config, 2)
+    shares = [share for share in first + second if share is not None]
+    assert shares == [draw.share for draw in draws[0]] == [draw.share for draw in draws[1]]
+    assert shares[0] == 0.0
+    assert np.all(np.diff(shares) > 0)
+    # the second epoch is one packing of all
+    assert second[0] == 0.5
+    assert np.diff(shares[len(first) :]) == pytest.approx(shares[-1] - shares[-2])
+    # what a step trains is what the schedule goes on by
+    filled_C = np.maximum(
+        samples.num_tokens_C / config.batch_tokens, samples.num_anchors_C / config.batch_anchors
+    )
+    trained = 0.0
+    for share, draw, other in zip(first, draws[0], draws[1], strict=False):
+        assert share == pytest.approx(trained / filled_C.sum() / 2, abs=0.08)
+        trained += sum(filled_C[batch].sum() for batch in (*draw.batches, *other.batches))
+    assert trained == pytest.approx(filled_C.sum())
+    # from any place on, as from the beginning
+    rest = _all(order_of(growing_store, 0, 2, position=draws[0][2].after, **changes))
+    assert [draw.share for draw in rest] == shares[3:]
 
 
 def test_a_torn_line_of_the_record_is_cut_off(

@@ -1,9 +1,8 @@
-"""AdamW over fp32 masters, and its schedule."""
+"""AdamW over fp32 masters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import OptimConfig
 from dflash_pipeline.train.finite import first_not_finite
 from dflash_pipeline.train.group import Group
-from dflash_pipeline.train.optim import Optimizer, learning_rate
+from dflash_pipeline.train.optim import Optimizer
 
 FINE = torch.zeros((), dtype=torch.float64)
 
@@ -160,22 +159,3 @@ def test_state_goes_on_bit_by_bit(optimizer_of: Callable[..., Optimizer]) -> Non
     run(three, rest, range(3, 6))
     for name, tensor in one.state().items():
         assert torch.equal(tensor, three.state()[name]), name
-
-
-def test_schedules_rise_hold_and_fall() -> None:
-    config = OptimConfig(lr=1.0, warmup=0.1, decay=0.2, min_lr_share=0.1)
-    rates = {
-        name: [learning_rate(step, 100, replace(config, schedule=name)) for step in range(101)]
-        for name in ("cosine", "linear", "wsd")
-    }
-    for rate in rates.values():
-        assert rate[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-        assert rate[10] == pytest.approx(1.0)
-        assert rate[100] == pytest.approx(0.1)
-        assert rate[10:] == sorted(rate[10:], reverse=True)
-    assert rates["cosine"][55] == pytest.approx(0.55)
-    assert rates["linear"][55] == pytest.approx(0.55)
-    assert rates["wsd"][80] == pytest.approx(1.0)
-    assert rates["wsd"][90] == pytest.approx(0.55)
-    # while following there may be more steps than the plan gave: the floor, never below
-    assert learning_rate(140, 100, config) == pytest.approx(0.1)

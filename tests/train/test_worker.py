@@ -22,10 +22,10 @@ from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.place import POISON_VARIABLE, Place
-from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, Run
+from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, OptimConfig, Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.train import window, worker
+from dflash_pipeline.train import follow, window, worker
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
@@ -366,6 +366,54 @@ def test_a_run_follows_a_store_that_is_being_captured(
     assert sorted(places.tolist()) == list(range(len(places)))
     assert (tmp_path / "out" / "order").is_file()
     assert "waiting for shards" in log.read_text()
+
+
+@pytest.mark.parametrize("max_steps", [0, 9, 12])
+def test_the_learning_rate_of_a_run_that_follows_ends_with_its_data_or_its_limit(
+    max_steps: int,
+    tiny: Any,
+    train_plan: Any,
+    growing_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shard by shard, so that there are more steps than planned: none of them learns nothing."""
+    monkeypatch.setattr(follow, "_LOOK_EVERY_S", 0.0)
+    num_planned = list[int]()
+    before = Journal.__init__
+
+    def planned(self: Journal, *arguments: Any) -> None:
+        num_planned.append(arguments[6])
+        before(self, *arguments)
+
+    def capture(_self: Journal) -> None:
+        """Whatever is waited for."""
+        growing_store.refresh()
+        if not growing_store.is_complete:
+            tiny.capture(train_plan, growing_store, most=1)
+        else:
+            growing_store.seal()
+
+    monkeypatch.setattr(Journal, "__init__", planned)
+    monkeypatch.setattr(Journal, "waiting", capture)
+    run = train_run(epochs=1, log_every=1, max_steps=max_steps)
+    run = replace(run, optim=OptimConfig(schedule="linear", warmup=0.0, lr=1e-3))
+    worker.main(run, place, NEW)
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if "lr" in record]
+    rates = np.array([record["lr"] for record in records]) / 1e-3
+    (num_planned,) = num_planned
+    assert rates[0] == 1.0
+    assert np.all(np.diff(rates) < 0)
+    if max_steps:
+        assert len(rates) == max_steps
+        assert rates[-1] == pytest.approx(1 / max_steps)
+    else:
+        assert len(rates) > num_planned
+        # no further from the end than one step of the plan is
+        assert 0 < rates[-1] <= 1 / num_planned
 
 
 def test_steps_that_are_not_finite_are_named_and_end_the_run_in_time(
