@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dflash_pipeline.capture.donor import donated
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.schema import CaptureConfig
+from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store import guard
 from dflash_pipeline.store.calibration import (
     NUM_SAMPLES,
@@ -88,7 +89,8 @@ def _calibrate(
     say: Callable[[str], None],
     beat: Callable[[], None],
 ) -> tuple[Calibrations, dict[str, object]]:
-    spec = store.spec
+    # what the place gives this process, as `prepare_torch` has set it
+    spec, threads = store.spec, Threads(torch.get_num_threads(), beat)
     chosen, others = chosen_samples(store.table)
     if config.calibration_from:
         calibrations = donated(config.calibration_from, spec)
@@ -96,10 +98,12 @@ def _calibrate(
     else:
         say(f"calibrating {spec.hidden_mode} / {spec.last_mode} from {len(chosen)} samples")
         rows = _rows(store, target, chosen, beat)
-        calibrations = calibrate(rows.hidden_NKH, rows.last_MH, spec.hidden_mode, spec.last_mode)
+        modes = spec.hidden_mode, spec.last_mode
+        calibrations = calibrate(rows.hidden_NKH, rows.last_MH, *modes, threads)
     judged = _rows(store, target, others, beat)
-    beat()
-    layers = guard.layer_reports(judged.hidden_NKH, judged.last_MH, spec.layer_ids, calibrations)
+    layers = guard.layer_reports(
+        judged.hidden_NKH, judged.last_MH, spec.layer_ids, calibrations, threads
+    )
     head = None
     if judged.last_MH is not None and spec.last_mode in QUANTISED_MODES:
         places = np.linspace(0, len(judged.last_MH) - 1, guard.NUM_HEAD_ROWS, dtype=int)
@@ -111,6 +115,7 @@ def _calibrate(
             store.head(),
             target.logit_scale,
             target.soft_cap,
+            threads,
         )
     missed = guard.violations(layers, head)
     record = guard.report_record(layers, head, missed)

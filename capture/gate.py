@@ -32,6 +32,7 @@ from dflash_pipeline.capture.row_errors import (
 )
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.capture.truth import Truth, compute, swayed
+from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store.calibration import Calibrated
 from dflash_pipeline.store.quantise import Calibration
 from dflash_pipeline.store.rows import decode, encode
@@ -45,6 +46,7 @@ Tokens = Callable[[int], tuple[NDArray[np.uint32], Bytes]]
 UNRELATED = 0.5
 """Relative error from which a row has nothing to do with what it should be."""
 LOGIT_ROWS = 256
+_ONE = Threads()
 NUM_SWAYED = 4
 """Samples on which the noise of the compute type is measured."""
 
@@ -56,8 +58,11 @@ class GateRefused(ValueError):
 class Gate:
     """Compares samples, then judges them all together."""
 
-    def __init__(self, target: Target, spec: StoreSpec, calibrated: Calibrated) -> None:
+    def __init__(
+        self, target: Target, spec: StoreSpec, calibrated: Calibrated, threads: Threads = _ONE
+    ) -> None:
         self._target, self._spec, self._calibrated = target, spec, calibrated
+        self._threads = threads
         self._true: dict[str, RowErrors] = defaultdict(RowErrors)
         self._faults: dict[tuple[str, str], RowErrors] = defaultdict(RowErrors)
         self._depth: dict[str, int] = {}
@@ -82,6 +87,7 @@ class Gate:
         self, ids_T: NDArray[np.uint32], mask_T: Bytes, hidden_TKR: Bytes, last_MR: Bytes
     ) -> None:
         target, spec = self._target, self._spec
+        self._threads.sign()
         truth = compute(target, ids_T)
         if target.dtype != torch.float32 and self._num_swayed < NUM_SWAYED:
             self._add_sway(truth, swayed(target, ids_T))
@@ -263,13 +269,14 @@ class Gate:
         return must_exceed, told
 
     def _decoded(self, rows: Bytes, mode: str, calibrations: Sequence[Calibration]) -> torch.Tensor:
-        return torch.from_numpy(decode(rows, mode, calibrations)).to(self._target.device)
+        values = decode(rows, mode, calibrations, self._threads)
+        return torch.from_numpy(values).to(self._target.device)
 
     def _stored(
         self, states_NH: torch.Tensor, mode: str, calibrations: Sequence[Calibration]
     ) -> torch.Tensor:
         """The states after a trip through rows of this mode."""
-        rows = encode(states_NH.float().cpu().numpy(), mode, calibrations)
+        rows = encode(states_NH.float().cpu().numpy(), mode, calibrations, self._threads)
         return self._decoded(rows, mode, calibrations)
 
 
@@ -285,13 +292,14 @@ def check(
     samples: Sequence[int],
     tokens: Tokens,
     read_back: ReadBack,
+    threads: Threads = _ONE,
 ) -> list[str]:
     """Judge the stored rows of `samples`; the lines of the verdict, or GateRefused.
 
     tokens: sample -> ids and loss mask; read_back: sample -> its stored bytes, [T, K, R] of
     hidden and [M, R] of last, out of the finished file.
     """
-    gate = Gate(target, spec, calibrated)
+    gate = Gate(target, spec, calibrated, threads)
     with torch.inference_mode():
         for sample in samples:
             gate.add(*tokens(sample), *read_back(sample))

@@ -28,6 +28,7 @@ from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.memory import usage
 from dflash_pipeline.configs.schema import CaptureConfig
 from dflash_pipeline.configs.status import process_age_s
+from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store.lease import Lease, Leases
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.spec import ShardId
@@ -269,6 +270,7 @@ class Worker:
                 chosen,
                 store.tokens,
                 writer.read_back,
+                Threads(torch.get_num_threads(), self.beat),
             ):
                 self._log.say(f"gate: {line}")
             self._is_gated, self._gated_versions = True, versions

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.quantise import (
     GROUP_SIZES,
@@ -36,6 +37,8 @@ NUM_SAMPLES = 64
 """Samples to calibrate from, in plan order across buckets and domains, or all of a smaller plan."""
 NUM_ROWS = 4096
 """Rows to calibrate from: about 1,000 settled the kept channels of SmolLM2-135M."""
+_MEDIAN_CHANNELS = 64
+_ONE = Threads()
 NUM_FIRST = 4
 """First positions of each sample that are always among the rows: attention sinks stand there."""
 
@@ -82,7 +85,11 @@ def calibration_positions(num_tokens_S: Sequence[int]) -> list[NDArray[np.int64]
 
 
 def calibrate(
-    rows_NKH: Float, last_NH: Float | None, hidden_mode: str, last_mode: str
+    rows_NKH: Float,
+    last_NH: Float | None,
+    hidden_mode: str,
+    last_mode: str,
+    threads: Threads = _ONE,
 ) -> Calibrations:
     """One calibration for each captured layer, then one for `last` unless it is None.
 
@@ -93,15 +100,19 @@ def calibrate(
     layers = [(rows_NKH[:, place], hidden_mode) for place in range(rows_NKH.shape[1])]
     if last_NH is not None:
         layers.append((last_NH, last_mode))
-    return [_calibration(rows_NH, mode) if mode in MODES else None for rows_NH, mode in layers]
+    return threads.map(
+        lambda layer: _calibration(*layer) if layer[1] in MODES else None,
+        layers,
+    )
 
 
 def _calibration(rows_NH: Float, mode: str) -> Calibration:
     if not len(rows_NH) or not np.isfinite(rows_NH).all():
         raise ValueError(f"{len(rows_NH)} rows to calibrate {mode} from, expected finite rows")
     hidden_size = rows_NH.shape[1]
-    centre_H = bf16_bits(np.median(rows_NH, axis=0).astype(np.float32))
-    square_NH = np.square(rows_NH - bf16_to_float32(centre_H))
+    centre_H = bf16_bits(_median(rows_NH))
+    square_NH = rows_NH - bf16_to_float32(centre_H)
+    np.square(square_NH, out=square_NH)
     energy_N = square_NH.sum(axis=1)
     share_H = np.divide(1, energy_N, out=np.zeros_like(energy_N), where=energy_N > 0) @ square_NH
     # stable: equal channels are taken in order, on each machine alike
@@ -114,6 +125,21 @@ def _calibration(rows_NH: Float, mode: str) -> Calibration:
         kept_k=np.sort(largest_k).astype(np.int32),
         centre_H=centre_H,
     )
+
+
+def _median(rows_NH: Float) -> Float:
+    """`np.median` of each channel, a few channels at a time: 0.17 s instead of 0.46 of 4,096 rows
+    of 4,096 channels."""
+    median_H, middle = np.empty(rows_NH.shape[1], np.float32), len(rows_NH) // 2
+    for begin in range(0, len(median_H), _MEDIAN_CHANNELS):
+        part = slice(begin, begin + _MEDIAN_CHANNELS)
+        values_HN = rows_NH[:, part].T.copy()
+        values_HN.partition(middle, axis=1)
+        middles = [values_HN[:, middle]]
+        if len(rows_NH) % 2 == 0:
+            middles.append(values_HN[:, :middle].max(axis=1))
+        median_H[part] = np.mean(middles, axis=0)
+    return median_H
 
 
 def to_arrays(

@@ -12,15 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store.bf16 import bf16_to_float32
 from dflash_pipeline.store.calibration import Calibrations
 from dflash_pipeline.store.quantise import Calibration, decode, encode
+from dflash_pipeline.store.rows import ROWS_AT_ONCE
 
 Float = NDArray[np.float32]
+Double = NDArray[np.float64]
 
 NUM_HEAD_ROWS = 512
 """Rows of `last` that go through the head, which is by far the dearest part of the guard."""
-VOCAB_CHUNK = 8192
+VOCAB_CHUNK = 2048
+_ONE = Threads()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,42 +73,82 @@ class HeadReport:
     kl: float
 
 
-def layer_report(name: str, rows_NH: Float, calibration: Calibration) -> LayerReport:
+def layer_report(
+    name: str, rows_NH: Float, calibration: Calibration, threads: Threads = _ONE
+) -> LayerReport:
     """Errors of the rows after `encode` and `decode`; rows of zeros are left out."""
-    norm_N = np.linalg.norm(rows_NH, axis=1)
-    rows_NH, norm_N = rows_NH[norm_N > 0], norm_N[norm_N > 0]
-    if not len(rows_NH):
-        raise ValueError(f"{name}: no row to judge {calibration.mode} by")
-    stored_NH = decode(encode(rows_NH, calibration), calibration)
-    error_N = np.linalg.norm(stored_NH - rows_NH, axis=1) / norm_N
-    # the centre alone may be 0, and so may a stored row
-    stored_norm_N = np.maximum(np.linalg.norm(stored_NH, axis=1), np.finfo(np.float32).tiny)
-    cosine_N = np.einsum("nh,nh->n", stored_NH, rows_NH) / stored_norm_N / norm_N
-    return LayerReport(
-        name=name,
-        mode=calibration.mode,
-        num_rows=len(rows_NH),
-        error_median=float(np.median(error_N)),
-        error_p99=float(np.quantile(error_N, 0.99)),
-        cosine_median=float(np.median(cosine_N)),
-        cosine_min=float(cosine_N.min()),
-        amax=float(np.abs(rows_NH).max()),
-    )
+    (report,) = _reports([(name, rows_NH, calibration)], threads)
+    return report
 
 
 def layer_reports(
-    rows_NKH: Float, last_NH: Float | None, layer_ids: Sequence[int], calibrations: Calibrations
+    rows_NKH: Float,
+    last_NH: Float | None,
+    layer_ids: Sequence[int],
+    calibrations: Calibrations,
+    threads: Threads = _ONE,
 ) -> list[LayerReport]:
     """A report for each calibrated layer, named by its id, and for `last`."""
     names = [f"layer {layer_id}" for layer_id in layer_ids]
     layers = [rows_NKH[:, place] for place in range(rows_NKH.shape[1])]
     if last_NH is not None:
         names, layers = [*names, "last"], [*layers, last_NH]
-    return [
-        layer_report(name, rows_NH, calibration)
+    calibrated = [
+        (name, rows_NH, calibration)
         for name, rows_NH, calibration in zip(names, layers, calibrations, strict=True)
         if calibration is not None
     ]
+    return _reports(calibrated, threads)
+
+
+def _reports(
+    layers: Sequence[tuple[str, Float, Calibration]], threads: Threads
+) -> list[LayerReport]:
+    parts = [
+        (rows_NH[begin : begin + ROWS_AT_ONCE], calibration)
+        for _, rows_NH, calibration in layers
+        for begin in range(0, len(rows_NH), ROWS_AT_ONCE)
+    ]
+    compared = iter(threads.map(lambda part: _compared(*part), parts))
+    reports = []
+    for name, rows_NH, calibration in layers:
+        found = [next(compared) for _ in range(0, len(rows_NH), ROWS_AT_ONCE)]
+        error_N = np.concatenate([one.error_N for one in found])
+        if not len(error_N):
+            raise ValueError(f"{name}: no row to judge {calibration.mode} by")
+        cosine_N = np.concatenate([one.cosine_N for one in found])
+        report = LayerReport(
+            name=name,
+            mode=calibration.mode,
+            num_rows=len(error_N),
+            error_median=float(np.median(error_N)),
+            error_p99=float(np.quantile(error_N, 0.99)),
+            cosine_median=float(np.median(cosine_N)),
+            cosine_min=float(cosine_N.min()),
+            amax=max(one.amax for one in found),
+        )
+        reports.append(report)
+    return reports
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compared:
+    """Rows of a layer beside what is stored of them; those of zeros left out."""
+
+    error_N: Float
+    cosine_N: Float
+    amax: float
+
+
+def _compared(rows_NH: Float, calibration: Calibration) -> _Compared:
+    norm_N = np.linalg.norm(rows_NH, axis=1)
+    rows_NH, norm_N = rows_NH[norm_N > 0], norm_N[norm_N > 0]
+    stored_NH = decode(encode(rows_NH, calibration), calibration)
+    error_N = np.linalg.norm(stored_NH - rows_NH, axis=1) / norm_N
+    # the centre alone may be 0, and so may a stored row
+    stored_norm_N = np.maximum(np.linalg.norm(stored_NH, axis=1), np.finfo(np.float32).tiny)
+    cosine_N = np.einsum("nh,nh->n", stored_NH, rows_NH) / stored_norm_N / norm_N
+    return _Compared(error_N, cosine_N, float(np.abs(rows_NH).max(initial=0)))
 
 
 def head_report(
@@ -113,23 +157,30 @@ def head_report(
     head_VH: NDArray[np.uint16],
     multiplier: float,
     soft_cap: float,
+    threads: Threads = _ONE,
 ) -> HeadReport:
     """Top-1 agreement and KL of the target's head (bf16 bits) on stored against true rows.
 
     Logits are multiplied, then soft-capped where `soft_cap` is not 0. The vocabulary passes in
-    chunks with running maxima, so memory is O(N VOCAB_CHUNK).
+    chunks, whose maxima and sums are joined, so memory is O(N VOCAB_CHUNK) a thread.
     """
     stored_NH = decode(encode(last_NH, calibration), calibration)
-    truth, found = _Softmax(len(last_NH)), _Softmax(len(last_NH))
-    # sum over v of exp(truth_v - max) (truth_v - found_v)
-    gap_N = np.zeros(len(last_NH))
-    for begin in range(0, len(head_VH), VOCAB_CHUNK):
+
+    def chunk(begin: int) -> tuple[_Softmax, _Softmax, Double]:
         weight_HV = bf16_to_float32(np.asarray(head_VH[begin : begin + VOCAB_CHUNK])).T
         truth_NV = _logits(last_NH @ weight_HV, multiplier, soft_cap)
         found_NV = _logits(stored_NH @ weight_HV, multiplier, soft_cap)
-        shrink_N, exp_NV = truth.add(begin, truth_NV)
-        found.add(begin, found_NV)
-        gap_N = gap_N * shrink_N + (exp_NV * (truth_NV - found_NV)).sum(axis=1)
+        gap_NV = truth_NV - found_NV
+        truth, exp_NV = _softmax(truth_NV, begin)
+        found, _ = _softmax(found_NV, begin)
+        # sum over v of exp(truth_v - max) (truth_v - found_v)
+        return truth, found, np.einsum("nv,nv->n", exp_NV, gap_NV)
+
+    chunks = threads.map(chunk, range(0, len(head_VH), VOCAB_CHUNK))
+    truth, found = _joined([one for one, _, _ in chunks]), _joined([one for _, one, _ in chunks])
+    gap_N = np.zeros(len(last_NH))
+    for one, _, own_gap_N in chunks:
+        gap_N += own_gap_N * np.exp(one.max_N - truth.max_N)
     kl_N = gap_N / truth.sum_N - truth.log_sum_N + found.log_sum_N
     return HeadReport(
         mode=calibration.mode,
@@ -139,41 +190,49 @@ def head_report(
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Softmax:
-    """Running maximum, its place, and sum of exponentials of each row."""
+    """Of each row, over a part of the vocabulary."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.max_N = np.full(num_rows, -np.inf)
-        self.sum_N = np.zeros(num_rows)
-        self.best_N = np.zeros(num_rows, np.int64)
-
-    def add(
-        self, begin: int, logits_NV: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Take in the logits from token `begin` on.
-
-        Returns what earlier sums shrink by, and exp(logits - the new maximum).
-        """
-        highest_N = logits_NV.max(axis=1)
-        self.best_N = np.where(
-            highest_N > self.max_N, begin + logits_NV.argmax(axis=1), self.best_N
-        )
-        max_N = np.maximum(self.max_N, highest_N)
-        shrink_N, exp_NV = np.exp(self.max_N - max_N), np.exp(logits_NV - max_N[:, None])
-        self.sum_N = self.sum_N * shrink_N + exp_NV.sum(axis=1)
-        self.max_N = max_N
-        return shrink_N, exp_NV
+    max_N: Double
+    sum_N: Double
+    """Of exp(logit - max)."""
+    best_N: NDArray[np.int64]
+    """Where the maximum is first."""
 
     @property
-    def log_sum_N(self) -> NDArray[np.float64]:
-        log_sum_N: NDArray[np.float64] = np.log(self.sum_N) + self.max_N
+    def log_sum_N(self) -> Double:
+        log_sum_N: Double = np.log(self.sum_N) + self.max_N
         return log_sum_N
 
 
-def _logits(raw_NV: Float, multiplier: float, soft_cap: float) -> NDArray[np.float64]:
-    logits_NV: NDArray[np.float64] = raw_NV.astype(np.float64) * multiplier
+def _softmax(logits_NV: Double, begin: int) -> tuple[_Softmax, Double]:
+    """Of the tokens from `begin` on, and exp(logits - max) in the logits' memory."""
+    best_N = logits_NV.argmax(axis=1)
+    max_N = np.take_along_axis(logits_NV, best_N[:, None], axis=1)[:, 0]
+    exp_NV = np.subtract(logits_NV, max_N[:, None], out=logits_NV)
+    np.exp(exp_NV, out=exp_NV)
+    return _Softmax(max_N, exp_NV.sum(axis=1), begin + best_N), exp_NV
+
+
+def _joined(parts: Sequence[_Softmax]) -> _Softmax:
+    """Of all of the vocabulary, its parts in order."""
+    max_PN = np.stack([one.max_N for one in parts])
+    max_N, first_N = max_PN.max(axis=0), max_PN.argmax(axis=0)
+    sum_PN = np.stack([one.sum_N for one in parts]) * np.exp(max_PN - max_N)
+    best_PN = np.stack([one.best_N for one in parts])
+    best_N = np.take_along_axis(best_PN, first_N[None], axis=0)[0]
+    return _Softmax(max_N, sum_PN.sum(axis=0), best_N)
+
+
+def _logits(raw_NV: Float, multiplier: float, soft_cap: float) -> Double:
+    logits_NV: Double = raw_NV.astype(np.float64)
+    if multiplier != 1.0:
+        logits_NV *= multiplier
     if soft_cap:
-        logits_NV = soft_cap * np.tanh(logits_NV / soft_cap)
+        logits_NV /= soft_cap
+        np.tanh(logits_NV, out=logits_NV)
+        logits_NV *= soft_cap
     return logits_NV
 
 

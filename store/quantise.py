@@ -216,7 +216,8 @@ def decode_rotated(rows: Bytes, calibration: Calibration) -> tuple[Float, Float]
             # shifted up and back down, a nibble keeps its sign
             low, high = (q_NQ << 4).view(np.int8) >> 4, q_NQ.view(np.int8) >> 4
             group = calibration.group
-            q_NGg = np.stack((low, high), axis=-1).reshape(len(rows_NR), -1, group)
+            shape_NGg = len(rows_NR), calibration.hidden_size // group, group
+            q_NGg = np.stack((low, high), axis=-1).reshape(shape_NGg)
             codes_NG = rows_NR[:, calibration.scales_offset : calibration.row_scale_offset]
             y_NH = q_NGg * (e4m3_to_float32(codes_NG) * scale_N)[..., None]
     return (
@@ -227,15 +228,18 @@ def decode_rotated(rows: Bytes, calibration: Calibration) -> tuple[Float, Float]
 
 def _rotate(values_NH: Float, block: int, factor: float) -> None:
     """Step 3, in place."""
-    num_rows, hidden_size = values_NH.shape
+    blocks = values_NH.reshape(-1, block)
+    # a block's channels far apart in memory, so that each sum runs over all blocks at once: 5 ns a
+    # value instead of 22, of 64 rows
+    channels = np.ascontiguousarray(blocks.T)
     stride = 1
     while stride < block:
-        pairs = values_NH.reshape(num_rows, hidden_size // (2 * stride), 2, stride)
-        first, second = pairs[:, :, 0].copy(), pairs[:, :, 1]
-        pairs[:, :, 0] += second
+        pairs = channels.reshape(block // (2 * stride), 2, stride, -1)
+        first, second = pairs[:, 0].copy(), pairs[:, 1]
+        pairs[:, 0] += second
         np.subtract(first, second, out=second)
         stride *= 2
-    values_NH *= np.float32(factor)
+    np.multiply(channels.T, np.float32(factor), out=blocks)
 
 
 def _encode_int8(y_NH: Float, rows_NR: Bytes) -> Float:
@@ -249,8 +253,9 @@ def _encode_int8(y_NH: Float, rows_NR: Bytes) -> Float:
 
 def _encode_int4(y_NH: Float, rows_NR: Bytes, calibration: Calibration) -> Float:
     """Write q and the group scales; the row scale float32 [N]."""
-    y_NGg = y_NH.reshape(len(y_NH), -1, calibration.group)
-    highest_NG, lowest_NG = y_NGg.max(axis=2), -y_NGg.min(axis=2)
+    num_rows, hidden_size = y_NH.shape
+    y_NGg = y_NH.reshape(num_rows, hidden_size // calibration.group, calibration.group)
+    highest_NG, lowest_NG = _folded(np.maximum, y_NGg), -_folded(np.minimum, y_NGg)
     largest_NG = np.maximum(highest_NG, lowest_NG)
     largest_N = largest_NG.max(axis=1, keepdims=True)
     master_N = np.where(
@@ -261,10 +266,17 @@ def _encode_int4(y_NH: Float, rows_NR: Bytes, calibration: Calibration) -> Float
     codes_NG |= np.where((highest_NG >= lowest_NG) & (codes_NG > 0), 0x80, 0).astype(np.uint8)
     scale_NG = e4m3_to_float32(codes_NG) * master_N
     q_NGg = np.clip(np.rint(y_NGg * _reciprocal(scale_NG)[..., None]), -8, 7)
-    nibbles = q_NGg.astype(np.int8).view(np.uint8).reshape(len(y_NH), -1) & 15
+    nibbles = q_NGg.astype(np.int8).view(np.uint8).reshape(y_NH.shape) & 15
     rows_NR[:, : calibration.scales_offset] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
     rows_NR[:, calibration.scales_offset : calibration.row_scale_offset] = codes_NG
     return master_N[:, 0]
+
+
+def _folded(operation: np.ufunc, values_NGg: NDArray[Any]) -> NDArray[Any]:
+    """The largest or smallest of each group, by halves: numpy is slow over an axis of 16."""
+    while (num := values_NGg.shape[2]) > 1:
+        values_NGg = operation(values_NGg[..., : num // 2], values_NGg[..., num // 2 :])
+    return values_NGg[..., 0]
 
 
 def _reciprocal(scale: Float) -> Float:

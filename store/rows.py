@@ -6,12 +6,14 @@ int8 and int4 are those of `quantise`, and need the calibration of each layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store import quantise
 from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.quantise import Calibration
@@ -19,6 +21,9 @@ from dflash_pipeline.store.quantise import Calibration
 Bytes = NDArray[np.uint8]
 
 MODES = ("bf16", *quantise.MODES)
+ROWS_AT_ONCE = 64
+"""Quantised or restored in one go: their steps then find them in the processor's cache."""
+_ONE = Threads()
 
 
 def row_bytes(mode: str, hidden_size: int) -> int:
@@ -29,7 +34,12 @@ def row_bytes(mode: str, hidden_size: int) -> int:
     return quantise.row_bytes(mode, hidden_size, quantise.NUM_KEPT)
 
 
-def encode(values: NDArray[Any], mode: str, calibrations: Sequence[Calibration] = ()) -> Bytes:
+def encode(
+    values: NDArray[Any],
+    mode: str,
+    calibrations: Sequence[Calibration] = (),
+    threads: Threads = _ONE,
+) -> Bytes:
     """Stored rows uint8 [..., R] of float32 values or raw bf16 bits (uint16) [..., H].
 
     `calibrations`: none for bf16; one that all rows share, or one for each layer of [..., K, H].
@@ -38,17 +48,20 @@ def encode(values: NDArray[Any], mode: str, calibrations: Sequence[Calibration] 
     if mode == "bf16":
         bits = values if values.dtype == np.uint16 else bf16_bits(values)
         return np.ascontiguousarray(bits, "<u2").view(np.uint8)
-    layers = _layers(values, mode, calibrations)
-    return _joined([quantise.encode(layer, one) for layer, one in layers])
+    return _by_parts(quantise.encode, _layers(values, mode, calibrations), threads)
 
 
-def decode(rows: Bytes, mode: str, calibrations: Sequence[Calibration] = ()) -> NDArray[np.float32]:
+def decode(
+    rows: Bytes,
+    mode: str,
+    calibrations: Sequence[Calibration] = (),
+    threads: Threads = _ONE,
+) -> NDArray[np.float32]:
     """Values float32 [..., H] of stored rows uint8 [..., R]; `calibrations` as for `encode`."""
     _known(mode)
     if mode == "bf16":
         return bf16_to_float32(np.ascontiguousarray(rows).view("<u2"))
-    layers = _layers(rows, mode, calibrations)
-    return _joined([quantise.decode(layer, one) for layer, one in layers])
+    return _by_parts(quantise.decode, _layers(rows, mode, calibrations), threads)
 
 
 def _layers(
@@ -63,8 +76,24 @@ def _layers(
     return [(array[..., place, :], one) for place, one in enumerate(calibrations)]
 
 
-def _joined(layers: list[NDArray[Any]]) -> NDArray[Any]:
-    return layers[0] if len(layers) == 1 else np.stack(layers, axis=-2)
+def _by_parts(
+    convert: Callable[[NDArray[Any], Calibration], NDArray[Any]],
+    layers: Sequence[tuple[NDArray[Any], Calibration]],
+    threads: Threads,
+) -> NDArray[Any]:
+    """Each layer's rows converted, a few at a time; a row does not depend on those beside it."""
+    lead = layers[0][0].shape[:-1]
+    flat = [(array.reshape(math.prod(lead), array.shape[-1]), one) for array, one in layers]
+    parts = [
+        (rows_NX[begin : begin + ROWS_AT_ONCE], one)
+        for rows_NX, one in flat
+        for begin in range(0, max(1, len(rows_NX)), ROWS_AT_ONCE)
+    ]
+    converted = threads.map(lambda part: convert(*part), parts)
+    each = len(parts) // len(layers)
+    joined = [np.concatenate(converted[i : i + each]) for i in range(0, len(parts), each)]
+    whole = joined[0] if len(joined) == 1 else np.stack(joined, axis=-2)
+    return whole.reshape(*lead, *whole.shape[1:])
 
 
 def _known(mode: str) -> None:

@@ -31,11 +31,13 @@ from dflash_pipeline.configs.schema import (
     StoreConfig,
     TargetConfig,
 )
+from dflash_pipeline.store import calibration, guard, rows
 from dflash_pipeline.store.check import verify
 from dflash_pipeline.store.describe import describe
 from dflash_pipeline.store.guard import BOUNDS
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.report import render
+from dflash_pipeline.store.table import claim_order
 from places import cpu_place
 
 NUM_SAMPLES = 30
@@ -311,3 +313,79 @@ def test_calibration_samples_are_spread_over_the_plan_and_cover_each_domain(
     assert not set(chosen) & set(others)
     assert set(table.bucket[chosen].tolist()) == {0, 1}
     assert set(table.domain[chosen].tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(calibration, "_calibration"), (guard, "_compared"), (guard, "_softmax")]
+)
+def test_no_other_worker_takes_over_while_a_step_of_the_calibration_takes_long(
+    module: Any, name: str, target_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(target_dir, folder / "hs", "int8", "int8", force=True)
+    _plan(run)
+    store = open_store(run.store.path)
+    target = worker.load_target(run, _place(run), store, resolve(run.target))
+    real, slow_once = getattr(module, name), threading.Event()
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        if not slow_once.is_set():
+            slow_once.set()
+            begun.set()
+            # thrice as long as a worker may be silent
+            time.sleep(1.5)
+            ended.set()
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, slow)
+    taken = []
+
+    def look() -> None:
+        first = claim_order(store.layout.num_shards)[0]
+        settings = {"heartbeat_s": 0.1, "hung_s": 0.5}
+        with calibrating.Leases(store.path, store.layout, **settings) as leases:
+            assert begun.wait(30)
+            while not ended.is_set():
+                lease = leases.claim(lambda i: i == first, max_failures=3)
+                if lease is not None:
+                    taken.append(lease)
+                    return
+                time.sleep(0.05)
+
+    other = threading.Thread(target=look)
+    other.start()
+    with calibrating.Leases(store.path, store.layout, heartbeat_s=0.1, hung_s=0.5) as leases:
+        found = calibrating.calibrated(
+            store, target, run.capture, leases, lambda _text: None, leases.beat, lambda: None
+        )
+    other.join(timeout=60)
+    assert ended.is_set()
+    assert taken == []
+    assert found.spec.is_calibrated
+
+
+def test_a_worker_gives_signs_of_life_while_the_gate_quantises(
+    target_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(target_dir, folder / "hs", "int8", "none", force=True)
+    _plan(run)
+    num_beats, encode = [0], rows.quantise.encode
+    beat = calibrating.Leases.beat
+
+    def counted(self: Any) -> None:
+        num_beats[0] += 1
+        beat(self)
+
+    seen: list[int] = []
+
+    def slow(*arguments: Any) -> Any:
+        before = num_beats[0]
+        if not seen:
+            time.sleep(0.5)
+            seen.append(num_beats[0] - before)
+        return encode(*arguments)
+
+    monkeypatch.setattr(calibrating.Leases, "beat", counted)
+    monkeypatch.setattr(rows.quantise, "encode", slow)
+    _capture(run)
+    assert seen[0] >= 3

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from heavy_states import HIDDEN, MASSIVE, layers, states
 
+from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store.bf16 import bf16_bits
 from dflash_pipeline.store.calibration import (
+    _median,
     calibrate,
     calibration_hash,
     calibration_positions,
@@ -104,3 +106,22 @@ def test_calibration_takes_the_first_positions_and_an_even_spread():
     many = calibration_positions([2048] * 128)
     assert all(30 <= len(positions) <= 36 for positions in many)
     assert all((np.diff(positions) > 0).all() for positions in many)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 64, 65])
+def test_the_centre_is_numpys_median_bit_for_bit(num_rows):
+    rows_NH = np.random.default_rng(num_rows).standard_normal((num_rows, 3, 130), np.float32)[:, 1]
+    rows_NH[:, :9] = np.round(rows_NH[:, :9])
+    expected_H = np.median(rows_NH, axis=0)
+    np.testing.assert_array_equal(_median(rows_NH), expected_H, strict=True)
+
+
+def test_several_threads_calibrate_the_same():
+    expected = calibrate(layers(), states(), "int4", "int8")
+    for threads in (Threads(1, lambda: None), Threads(3)):
+        found = calibrate(layers(), states(), "int4", "int8", threads)
+        assert calibration_hash(found) == calibration_hash(expected)
+    rows_NKH = layers()
+    rows_NKH[3, 1, 5] = np.nan
+    with pytest.raises(ValueError, match="expected finite rows"):
+        calibrate(rows_NKH, None, "int4", "none", Threads(3))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from heavy_states import HIDDEN, layers, states
 
+from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store import guard
 from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.calibration import calibrate
@@ -102,3 +103,33 @@ def test_the_guard_names_each_missed_bound_with_its_figures():
     assert lines[1] == "head on last as int4: first choice kept in 50.0%, KL 0.5000 nats, 9 rows"
     assert lines[2:] == [f"accepted by --force: {text}" for text in missed]
     assert report_lines(report_record([], None, [])) == report_lines({}) == []
+
+
+def test_reports_do_not_depend_on_the_threads(monkeypatch):
+    monkeypatch.setattr(guard, "VOCAB_CHUNK", 7)
+    calibrations = calibrate(layers(), states(), "int4", "int4")
+    rows_NKH, last_NH = layers(), states(seed=22)
+    rows_NKH[5] = 0
+    head_VH = bf16_bits(np.random.default_rng(3).normal(0, 0.02, (40, HIDDEN)).astype(np.float32))
+
+    def found(threads):
+        reports = layer_reports(rows_NKH, last_NH, (1, 27), calibrations, threads)
+        return reports, head_report(last_NH, calibrations[-1], head_VH, 1.0, 30.0, threads)
+
+    expected = found(Threads())
+    assert [report.num_rows for report in expected[0]] == [399, 399, 400]
+    assert found(Threads(1, lambda: None)) == found(Threads(3)) == expected
+    rows_NKH[:] = 0
+    with pytest.raises(ValueError, match="layer 1: no row to judge int4 by"):
+        found(Threads(3))
+
+
+def test_a_report_is_that_of_all_rows_at_once():
+    (calibration,) = calibrate(layers(1), None, "int4", "none")
+    rows_NH = states(seed=9)
+    stored_NH = decode(encode(rows_NH, calibration), calibration)
+    error_N = np.linalg.norm(stored_NH - rows_NH, axis=1) / np.linalg.norm(rows_NH, axis=1)
+    found = layer_report("last", rows_NH, calibration)
+    assert found.error_median == np.median(error_N)
+    assert found.error_p99 == np.quantile(error_N, 0.99)
+    assert found.amax == np.abs(rows_NH).max()

@@ -107,6 +107,14 @@ def test_leading_axes_are_kept_and_rows_do_not_touch_each_other(mode):
 
 
 @pytest.mark.parametrize("mode", quantise.MODES)
+def test_no_rows_are_no_records(mode):
+    calibration = make_calibration(mode, 96)
+    records = encode(states(96, 0), calibration)
+    assert records.shape == (0, calibration.row_bytes)
+    assert decode(records, calibration).shape == (0, 96)
+
+
+@pytest.mark.parametrize("mode", quantise.MODES)
 def test_a_record_of_zeros_is_the_centre_with_zeros_on_the_kept_channels(mode):
     centre_H = states(96, 1)[0]
     calibration = make_calibration(mode, 96, centre=centre_H)
@@ -239,3 +247,25 @@ def test_records_and_values_are_those_of_format_1_for_ever(mode, expected):
 def test_an_impossible_calibration_is_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         make_calibration("int4", 96, **changed)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_the_rotation_is_the_butterfly_of_the_format_bit_for_bit(block):
+    found_NH = states(192, 5)
+    expected_NH = found_NH.copy()
+    stride = 1
+    while stride < block:
+        for first in range(192):
+            if first // stride % 2 == 0:
+                a, b = expected_NH[:, first].copy(), expected_NH[:, first + stride].copy()
+                expected_NH[:, first], expected_NH[:, first + stride] = a + b, a - b
+        stride *= 2
+    expected_NH *= np.float32(0.125)
+    quantise._rotate(found_NH, block, 0.125)
+    assert np.array_equal(found_NH, expected_NH)
+
+
+def test_a_groups_largest_and_smallest_are_numpys():
+    values_NGg = states(96, 7).reshape(7, 6, 16)
+    assert np.array_equal(quantise._folded(np.maximum, values_NGg), values_NGg.max(axis=2))
+    assert np.array_equal(quantise._folded(np.minimum, values_NGg), values_NGg.min(axis=2))

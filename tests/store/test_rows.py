@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dflash_pipeline.configs.threads import Threads
+from dflash_pipeline.store import quantise
 from dflash_pipeline.store.bf16 import bf16_bits, bf16_to_float32
 from dflash_pipeline.store.calibration import calibrate
-from dflash_pipeline.store.rows import decode, encode, row_bytes
+from dflash_pipeline.store.rows import ROWS_AT_ONCE, decode, encode, row_bytes
 
 
 def test_rounding_is_to_nearest_even_and_keeps_what_is_special() -> None:
@@ -52,3 +54,27 @@ def test_each_layer_is_stored_by_its_own_calibration() -> None:
         decode(rows_NKR, "int4")
     with pytest.raises(ValueError, match="for 2 calibrated layers"):
         decode(rows_NKR, "int4", calibrations[:2])
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "lead", [(), (1,), (0,), (ROWS_AT_ONCE,), (2 * ROWS_AT_ONCE + 5,), (3, 70)]
+)
+def test_rows_in_parts_and_threads_are_those_of_one_go(mode: str, lead: tuple[int, ...]) -> None:
+    random = np.random.default_rng(0)
+    (calibration,) = calibrate(random.standard_normal((40, 1, 32), np.float32), None, mode, "none")
+    assert calibration is not None
+    values = random.standard_normal((*lead, 32), np.float32)
+    expected = quantise.encode(values, calibration)
+    for threads in (Threads(), Threads(1, lambda: None), Threads(3)):
+        rows = encode(values, mode, [calibration], threads)
+        np.testing.assert_array_equal(rows, expected, strict=True)
+        found = decode(rows, mode, [calibration], threads)
+        np.testing.assert_array_equal(found, quantise.decode(expected, calibration), strict=True)
+
+
+def test_an_error_of_one_part_surfaces() -> None:
+    values_NKH = np.random.default_rng(0).standard_normal((200, 2, 32), np.float32)
+    calibrations = [one for one in calibrate(values_NKH, None, "int4", "none") if one]
+    with pytest.raises(ValueError, match="reshape"):
+        decode(np.zeros((200, 2, 5), np.uint8), "int4", calibrations, Threads(2))
