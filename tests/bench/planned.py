@@ -48,7 +48,7 @@ class Sizes:
     longest: int = 4096
     num_samples: int = 20_000
     token_budget: int = 49152
-    pad_multiple: int = 64
+    pad_multiple: int = CaptureConfig().pad_multiple
     shard_bytes: int = 1 << 30
     mixed_tokens: int = 1024
     """Of a batch of mixed shape, at most."""
