@@ -32,7 +32,7 @@ from dflash_pipeline.train.follow import Draw, Draws
 from dflash_pipeline.train.forward import is_compiled
 from dflash_pipeline.train.loss import Teacher
 from dflash_pipeline.train.order import Catalog
-from dflash_pipeline.train.ring import Ring, Sizes, Slot
+from dflash_pipeline.train.ring import HostBuffer, Ring, Sizes
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.stored import StoredRows
 
@@ -84,7 +84,7 @@ class _Pending:
     """A batch that is being read."""
 
     samples: Ints
-    slot: Slot
+    buffer: HostBuffer
     blocks: Future[Blocks]
 
 
@@ -206,16 +206,16 @@ class Feed:
                     return
                 self._windows.append(_Window(draw, deque(draw.batches)))
                 continue
-            slot = self._ring.free_slot()
-            if slot is None:
+            buffer = self._ring.free_buffer()
+            if buffer is None:
                 return
             samples = window.unread.popleft()
-            future = self._readers.submit(self._fill, samples, slot, window.draw.epoch)
-            self._pending.append(_Pending(samples, slot, future))
+            future = self._readers.submit(self._fill, samples, buffer, window.draw.epoch)
+            self._pending.append(_Pending(samples, buffer, future))
 
-    def _fill(self, samples: Ints, slot: Slot, epoch: int) -> Blocks:
-        """Reader thread: hidden states into the slot, and the blocks of the batch."""
-        slot.wait_until_copied()
+    def _fill(self, samples: Ints, buffer: HostBuffer, epoch: int) -> Blocks:
+        """Reader thread: hidden states into the buffer, and the blocks of the batch."""
+        buffer.wait_until_copied()
         tokens = []
         first, first_last = 0, 0
         for place in samples.tolist():
@@ -227,8 +227,8 @@ class Feed:
             num_last = int(store.table.num_teacher[sample]) if self._wants_last else 0
             store.read_into(
                 sample,
-                slot.hidden_NKZ[first : first + len(ids_T)],
-                slot.last_MZ[first_last : first_last + num_last] if self._wants_last else None,
+                buffer.hidden_NKZ[first : first + len(ids_T)],
+                buffer.last_MZ[first_last : first_last + num_last] if self._wants_last else None,
                 self._access,
             )
             first, first_last = first + len(ids_T), first_last + num_last
@@ -242,18 +242,18 @@ class Feed:
             weight_S=self._weight_S,
             last_rows=self._stores[0].spec.last_rows,
         )
-        slot.write(blocks, self._position_chunk)
+        buffer.write(blocks, self._position_chunk)
         return blocks
 
     @contextlib.contextmanager
     def _lend(self, pending: _Pending, blocks: Blocks) -> Iterator[Batch]:
-        with self._ring.on_device(pending.slot) as lent:
+        with self._ring.on_device(pending.buffer) as lent:
             teacher = None
             if self._wants_last:
                 teacher = Teacher(
                     state_UH=lent.teacher_UH,
                     index_R=lent.teacher_index_R,
-                    spans=pending.slot.spans,
+                    spans=pending.buffer.spans,
                 )
             counts = self._counts
             counts.num_tokens += len(blocks.position_N)

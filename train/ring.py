@@ -1,8 +1,8 @@
-"""The feed's buffers: a ring of host slots, pinned on CUDA, and two places on the device.
+"""The feed's buffers: a ring on the host, pinned on CUDA, and two places on the device.
 
 Only this file makes a pinned tensor or a stream for training. Owners hand over in this order: free
 -> reader thread -> copy stream -> free again once the copy's event has passed. On a CPU the batch
-is the slot itself, free again when the batch has been given back.
+is the host buffer itself, free again when the batch has been given back.
 
 Shape letters: N packed tokens, K captured layers, H hidden, A anchors, R drafted rows with loss,
 M rows of `last`, U distinct teacher rows; Z bytes of a stored row.
@@ -99,7 +99,7 @@ def _rounded(number: int, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple
 
 
-class _Buffers:
+class _Tensors:
     """Storage for one batch, anywhere."""
 
     def __init__(self, sizes: Sizes, device: torch.device, pinned: bool) -> None:
@@ -127,14 +127,14 @@ class _Buffers:
             buffer.view(torch.uint8).fill_(_POISON)
 
 
-class Slot:
-    """One host buffer. Between `free_slot` and its copy it belongs to a reader thread."""
+class HostBuffer:
+    """One host buffer. Between `free_buffer` and its copy it belongs to a reader thread."""
 
     def __init__(self, sizes: Sizes, pinned: bool, poison: bool) -> None:
         self._sizes, self._poison = sizes, poison
-        self.buffers = _Buffers(sizes, torch.device("cpu"), pinned)
-        self.hidden_NKZ: npt.NDArray[np.uint8] = self.buffers.hidden_NKZ.numpy()
-        self.last_MZ: npt.NDArray[np.uint8] = self.buffers.last_MZ.numpy()
+        self.tensors = _Tensors(sizes, torch.device("cpu"), pinned)
+        self.hidden_NKZ: npt.NDArray[np.uint8] = self.tensors.hidden_NKZ.numpy()
+        self.last_MZ: npt.NDArray[np.uint8] = self.tensors.last_MZ.numpy()
         self.copied: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
         self.num_tokens = self.num_anchors = self.num_rows = self.num_teachers = 0
         self.num_last = self.num_filled = 0
@@ -149,7 +149,7 @@ class Slot:
     def clear(self) -> None:
         """Under test: poison what comes back."""
         if self._poison:
-            self.buffers.poison()
+            self.tensors.poison()
 
     def write(self, blocks: Blocks, position_chunk: int) -> None:
         """Reader thread, after the last byte: the numbers of the batch, and its padding."""
@@ -169,8 +169,8 @@ class Slot:
             unique_U,
         )
         joined = np.concatenate(parts)
-        self.buffers.integers.numpy()[: len(joined)] = joined
-        self.buffers.weights.numpy()[: len(blocks.weight_R)] = blocks.weight_R
+        self.tensors.integers.numpy()[: len(joined)] = joined
+        self.tensors.weights.numpy()[: len(blocks.weight_R)] = blocks.weight_R
         self.num_filled = filled
         self.num_tokens, self.num_anchors = num_tokens, num_anchors
         self.num_rows, self.num_teachers = len(blocks.row_R), len(unique_U)
@@ -202,7 +202,7 @@ class Lent:
 
 
 class Ring:
-    """All host slots and device places of a feed. Used from the training thread."""
+    """All host buffers and device places of a feed. Used from the training thread."""
 
     def __init__(
         self,
@@ -220,49 +220,49 @@ class Ring:
         self._dtype, self._poison = dtype, poison
         self._is_cuda = device.type == "cuda"
         # on a CPU one more: the one that the step is reading
-        num_slots = depth if self._is_cuda else depth + 1
-        self._free = deque(Slot(sizes, self._is_cuda, poison) for _ in range(num_slots))
-        self._places: deque[tuple[_Buffers, torch.cuda.Event]] = deque()
+        num_buffers = depth if self._is_cuda else depth + 1
+        self._free = deque(HostBuffer(sizes, self._is_cuda, poison) for _ in range(num_buffers))
+        self._places: deque[tuple[_Tensors, torch.cuda.Event]] = deque()
         if self._is_cuda:
             self._stream = torch.cuda.Stream(device)
             for _ in range(_NUM_PLACES):
-                self._places.append((_Buffers(sizes, device, False), torch.cuda.Event()))
+                self._places.append((_Tensors(sizes, device, False), torch.cuda.Event()))
 
     @property
     def device_bytes(self) -> int:
-        """What the places on the device hold; on a CPU the slots."""
-        slots = [] if self._is_cuda else [slot.buffers for slot in self._free]
-        return sum(buffers.num_bytes for buffers in slots + [place for place, _ in self._places])
+        """What the places on the device hold; on a CPU the host buffers."""
+        on_host = [] if self._is_cuda else [buffer.tensors for buffer in self._free]
+        return sum(tensors.num_bytes for tensors in on_host + [place for place, _ in self._places])
 
-    def free_slot(self) -> Slot | None:
-        """A slot for a reader thread; None: all are in use."""
+    def free_buffer(self) -> HostBuffer | None:
+        """A buffer for a reader thread; None: all are in use."""
         return self._free.popleft() if self._free else None
 
     @contextlib.contextmanager
-    def on_device(self, slot: Slot) -> Iterator[Lent]:
-        """The slot's batch on the device, until the block ends."""
+    def on_device(self, buffer: HostBuffer) -> Iterator[Lent]:
+        """The buffer's batch on the device, until the block ends."""
         if not self._is_cuda:
-            yield self._views(slot.buffers, slot)
-            slot.clear()
-            self._free.append(slot)
+            yield self._views(buffer.tensors, buffer)
+            buffer.clear()
+            self._free.append(buffer)
             return
-        buffers, released = self._places[0]
+        tensors, released = self._places[0]
         self._places.rotate(-1)
-        self._copy(slot, buffers, released)
-        lent = self._views(buffers, slot)
-        self._free.append(slot)
+        self._copy(buffer, tensors, released)
+        lent = self._views(tensors, buffer)
+        self._free.append(buffer)
         yield lent
         if self._poison:
-            buffers.poison()
+            tensors.poison()
         released.record()
 
-    def _copy(self, slot: Slot, buffers: _Buffers, released: torch.cuda.Event) -> None:
-        assert slot.copied is not None
+    def _copy(self, buffer: HostBuffer, tensors: _Tensors, released: torch.cuda.Event) -> None:
+        assert buffer.copied is not None
         pairs: tuple[tuple[Tensor, Tensor, int], ...] = (
-            (buffers.hidden_NKZ, slot.buffers.hidden_NKZ, slot.num_tokens),
-            (buffers.last_MZ, slot.buffers.last_MZ, slot.num_last),
-            (buffers.integers, slot.buffers.integers, sum(_splits(slot))),
-            (buffers.weights, slot.buffers.weights, slot.num_rows),
+            (tensors.hidden_NKZ, buffer.tensors.hidden_NKZ, buffer.num_tokens),
+            (tensors.last_MZ, buffer.tensors.last_MZ, buffer.num_last),
+            (tensors.integers, buffer.tensors.integers, sum(_splits(buffer))),
+            (tensors.weights, buffer.tensors.weights, buffer.num_rows),
         )
         with torch.cuda.stream(self._stream):
             # the step before the last has read this place
@@ -270,21 +270,21 @@ class Ring:
         with torch.cuda.stream(self._stream), self._clock.stage("h2d"):
             for into, source, size in pairs:
                 into[:size].copy_(source[:size], non_blocking=True)
-        slot.copied.record(self._stream)
-        torch.cuda.current_stream().wait_event(slot.copied)
+        buffer.copied.record(self._stream)
+        torch.cuda.current_stream().wait_event(buffer.copied)
 
-    def _views(self, buffers: _Buffers, slot: Slot) -> Lent:
-        splits = _splits(slot)
-        parts = buffers.integers[: sum(splits)].split(splits)
+    def _views(self, tensors: _Tensors, buffer: HostBuffer) -> Lent:
+        splits = _splits(buffer)
+        parts = tensors.integers[: sum(splits)].split(splits)
         position_N, anchor_A, start_A, token_A, row_R, slot_R, label_R, index_R, unique_U = parts
         stored_NKZ, stored_MZ = (
-            buffers.hidden_NKZ[: slot.num_tokens],
-            buffers.last_MZ[: slot.num_last],
+            tensors.hidden_NKZ[: buffer.num_tokens],
+            tensors.last_MZ[: buffer.num_last],
         )
         with self._clock.stage("dequantise"):
             feature_NKH = self._hidden.decode(stored_NKZ, self._dtype)
             # a masked row still meets the product with 0: it must be finite
-            feature_NKH[slot.num_filled :] = 0
+            feature_NKH[buffer.num_filled :] = 0
             teacher_UH = self._teachers(stored_MZ, unique_U)
         return Lent(
             feature_NKH=feature_NKH,
@@ -297,7 +297,7 @@ class Ring:
             slot_R=slot_R,
             label_R=label_R,
             teacher_index_R=index_R,
-            weight_R=buffers.weights[: slot.num_rows],
+            weight_R=tensors.weights[: buffer.num_rows],
             size_bytes=stored_NKZ.numel() + stored_MZ.numel(),
         )
 
@@ -309,6 +309,6 @@ class Ring:
         return self._last.decode(rows_U1Z, self._dtype)[:, 0]
 
 
-def _splits(slot: Slot) -> list[int]:
-    rows = [slot.num_rows] * 4
-    return [slot.num_tokens, *[slot.num_anchors] * 3, *rows, slot.num_teachers]
+def _splits(buffer: HostBuffer) -> list[int]:
+    rows = [buffer.num_rows] * 4
+    return [buffer.num_tokens, *[buffer.num_anchors] * 3, *rows, buffer.num_teachers]

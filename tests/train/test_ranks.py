@@ -21,6 +21,7 @@ from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.table import TRAIN
+from dflash_pipeline.train.facts import Facts
 from dflash_pipeline.train.group import Group
 from places import cpu_place
 
@@ -156,7 +157,7 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(
     assert "most recent call first" in stacks
 
 
-class _Texts:
+class _Texts(Facts):
     """A key-value store that ends when it is told to."""
 
     def __init__(self) -> None:
@@ -196,7 +197,7 @@ def test_who_hears_of_rank_0_s_end_last_still_names_the_rank_that_ended_first() 
 def test_a_rank_between_two_sums_learns_of_rank_0_s_end_by_what_it_needs_of_it() -> None:
     group = Group(cpu_place(".", "train"), 8.0)
     group.rank, group.world = 1, 2
-    group._facts = texts = _Texts()  # type: ignore[assignment]
+    group._facts = texts = _Texts()
     texts.is_gone = True
     # a sign of life that nobody hears ends nothing
     group.beat(3)

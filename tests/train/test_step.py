@@ -50,17 +50,17 @@ def batch_of(whole_store: Store) -> Callable[..., BatchOf]:
 
         @contextmanager
         def lend(samples: list[int]) -> Iterator[Batch]:
-            slot = ring.free_slot()
-            assert slot is not None
-            slot.wait_until_copied()
+            buffer = ring.free_buffer()
+            assert buffer is not None
+            buffer.wait_until_copied()
             tokens, first, first_last = [], 0, 0
             for sample in samples:
                 ids_T, mask_T = whole_store.tokens(sample)
                 num_last = int(whole_store.table.num_teacher[sample])
                 whole_store.read_into(
                     sample,
-                    slot.hidden_NKZ[first : first + len(ids_T)],
-                    slot.last_MZ[first_last : first_last + num_last],
+                    buffer.hidden_NKZ[first : first + len(ids_T)],
+                    buffer.last_MZ[first_last : first_last + num_last],
                     Plain(False),
                 )
                 first, first_last = first + len(ids_T), first_last + num_last
@@ -74,8 +74,8 @@ def batch_of(whole_store: Store) -> Callable[..., BatchOf]:
                 weight_S=slot_weights(shape.block_size, 4.0),
                 last_rows="teacher",
             )
-            slot.write(blocks, LOSS.position_chunk)
-            with ring.on_device(slot) as lent:
+            buffer.write(blocks, LOSS.position_chunk)
+            with ring.on_device(buffer) as lent:
                 yield Batch(
                     lent.feature_NKH,
                     lent.position_N,
@@ -86,7 +86,7 @@ def batch_of(whole_store: Store) -> Callable[..., BatchOf]:
                     lent.slot_R,
                     lent.label_R,
                     lent.weight_R,
-                    Teacher(lent.teacher_UH, lent.teacher_index_R, slot.spans),
+                    Teacher(lent.teacher_UH, lent.teacher_index_R, buffer.spans),
                     len(blocks.anchor_A),
                     np.array(samples),
                 )
