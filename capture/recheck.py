@@ -17,7 +17,7 @@ import torch
 from dflash_pipeline.capture.gate import Gate
 from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.target import Target
-from dflash_pipeline.capture.worker import load_target, prepare_torch
+from dflash_pipeline.capture.worker import check_weights, load_target, prepare_torch
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
@@ -106,7 +106,9 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     store = open_store(str(extra["path"]))
     if not run.target.id:
         run = replace(run, target=replace(run.target, id=_captured_target(store)))
-    target = load_target(run, place, store, resolve(run.target))
+    files = resolve(run.target)
+    check_weights(run, store, files)
+    target = load_target(run, place, store, files)
     found = recheck(store, target, int(str(extra["sample"])))
     if extra["json"]:
         print(json.dumps(asdict(found), indent=1))

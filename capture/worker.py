@@ -52,8 +52,15 @@ def work(run: Run, place: Place, files: TargetFiles) -> None:
     log = RunLog(place)
     store = open_store(run.store.path)
     if not store.is_complete:
-        with explained_start(place):
-            target = load_target(run, place, store, files)
+        check_weights(run, store, files)
+        try:
+            with explained_start(place):
+                target = load_target(run, place, store, files)
+        except UsageError as error:
+            # no refusal that leaves nothing behind: the plan is there
+            raise ValueError(
+                f"{error}. {store.path} was planned for these weights: remove it"
+            ) from error
         if slow := slow_fallback(files, place.kind):
             log.say(slow)
         num_tokens = int(store.table.num_tokens.sum())
@@ -88,22 +95,21 @@ def explained_start(place: Place) -> contextlib.AbstractContextManager[None]:
     return explained(torch, device, dict, lambda: "loading the target", "weights", MORE_GPUS)
 
 
-def load_target(run: Run, place: Place, store: Store, files: TargetFiles) -> Target:
-    """The target that the store was planned for, on this worker's device."""
+def check_weights(run: Run, store: Store, files: TargetFiles) -> None:
+    """UsageError unless the store was planned for the target's weights."""
     if files.weight_hash() != store.spec.target_hash:
         raise UsageError(
             f"{store.path} was planned for other weights than those of target {run.target.id}: "
-            "use another --store, or the target of before"
+            "name the target of before, or another store"
         )
+
+
+def load_target(run: Run, place: Place, store: Store, files: TargetFiles) -> Target:
+    """The target that the store was planned for, on this worker's device. UsageError for one that
+    cannot be used."""
     dtype = compute_dtype(store.spec.target_dtype, place.kind)
     layer_ids = store.spec.layer_ids
-    try:
-        return Target.load(files, layer_ids, place.device, dtype, run.target.num_gpus)
-    except UsageError as error:
-        # no refusal that leaves nothing behind: the plan is there
-        raise ValueError(
-            f"{error}. {store.path} was planned for these weights: remove it"
-        ) from error
+    return Target.load(files, layer_ids, place.device, dtype, run.target.num_gpus)
 
 
 def make_ready(

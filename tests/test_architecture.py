@@ -281,7 +281,7 @@ def test_a_write_that_fails_names_its_file(folder: str) -> None:
 @pytest.mark.parametrize("folder", [*FOLDERS, "tests"])
 def test_nothing_silences_the_type_checker(folder: str) -> None:
     silence = re.compile("#.*type: *ignore")
-    assert silence.search("x = 1  # " + "type: ignore[assignment]")
+    assert silence.search(f"x = 1  # type{':'} ignore[assignment]")
     for path in _modules(folder):
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [number for number, line in enumerate(lines, start=1) if silence.search(line)]

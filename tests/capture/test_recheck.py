@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -207,10 +208,16 @@ def test_another_target_or_none_is_refused(
     store: Store, place: Place, make_target_dir: Callable[..., Path]
 ) -> None:
     other = make_target_dir("qwen3", tie_word_embeddings=True)
-    with pytest.raises(UsageError, match="was planned for other weights"):
+    with pytest.raises(UsageError, match="was planned for other weights") as refused:
         main(Run(target=TargetConfig(id=str(other))), place, _extra(store))
+    # of the command's own: its store is an argument, and what is captured stays
+    assert str(refused.value).endswith(": name the target of before, or another store")
     run = Run(target=TargetConfig(id=str(make_target_dir("qwen3"))))
     target = worker.load_target(run, place, store, resolve(run.target))
+    many = Run(target=replace(run.target, num_gpus=9))
+    with pytest.raises(UsageError) as refused:
+        main(many, place, _extra(store))
+    assert "remove" not in str(refused.value)
     store.readable_N[:] = False
     with pytest.raises(UsageError, match="has no sample that can be read yet"):
         recheck(store, target, 3)
