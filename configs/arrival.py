@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dflash_pipeline.configs import status
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.inputs import STORE_FILE, refuse_other
 
 APPEAR_S = 5.0
 """How long a capture that was started at the same time may take to be seen at work."""
@@ -17,10 +18,12 @@ _LOOK_EVERY_S = 0.2
 def await_store(store: Path, who: str, follow: bool, say: Callable[[str], object]) -> None:
     """Return once the store is there; `say` is told what is waited for, in the name of `who`.
 
-    UsageError where no capture is at work, or without `follow`.
+    UsageError where no capture is at work, without `follow`, or where something else stands.
     """
     began, said = time.monotonic(), ""
-    while not store.exists():
+    # it appears whole, in one rename
+    while not (store / STORE_FILE).is_file():
+        refuse_other(store)
         found = status.find_statuses(store)
         is_planning = any(one.is_alive for one in found)
         if not follow or not (is_planning or time.monotonic() - began < APPEAR_S):

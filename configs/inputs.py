@@ -6,6 +6,7 @@ The stages check again, with all they know; this spares a person the wait for th
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from dflash_pipeline.configs.mounts import root_of
 
 # every store has it, and nothing else does that this package writes
 STORE_FILE = "zarr.json"
+_EXPECTED = "expected a directory that dflash capture wrote"
+# entries of a directory that is no store
+_NAMED = 3
 
 
 def need(value: Sequence[str], flag: str, key: str) -> str:
@@ -45,12 +49,29 @@ def check_data(sources: Sequence[str]) -> None:
 def check_store(path: str) -> None:
     """What only reads a store needs one; whether it is whole is the stage's to say."""
     root = root_of(path)
-    if not root.is_dir():
+    if not os.path.lexists(root):
         raise UsageError(f"there is no store {path}: name the directory that dflash capture wrote")
+    refuse_other(root)
     if not (root / STORE_FILE).is_file():
+        raise UsageError(f"{path} is an empty directory, {_EXPECTED}")
+
+
+def refuse_other(root: Path) -> None:
+    """UsageError where something stands that no capture fills; an empty directory may be filled."""
+    if not os.path.lexists(root) or (root / STORE_FILE).is_file():
+        return
+    if not root.is_dir():
+        raise UsageError(f"no store at {root}: it is not a directory; {_EXPECTED}")
+    try:
+        found = sorted(one.name for one in root.iterdir())
+    except OSError as error:
+        raise UsageError(f"{root} cannot be read ({error.strerror}): {_EXPECTED}") from None
+    # it may have appeared in the meantime
+    if found and not (root / STORE_FILE).is_file():
+        more = ", ..." if len(found) > _NAMED else ""
         raise UsageError(
-            f"no store at {path} (no {STORE_FILE} in it): expected a directory that dflash capture "
-            "wrote"
+            f"no store at {root} (no {STORE_FILE} in it, but {', '.join(found[:_NAMED])}{more}): "
+            f"{_EXPECTED}"
         )
 
 
@@ -173,3 +194,10 @@ def _check_writable(folder: Path, what: str) -> None:
         raise UsageError(f"{what}: {folder} is not a directory; choose another place")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"{what}: {folder} cannot be written to; choose another place")
+    try:
+        # /proc and its like grant it and refuse each entry
+        os.rmdir(tempfile.mkdtemp(prefix=".dflash-", dir=folder))
+    except OSError as error:
+        raise UsageError(
+            f"{what}: nothing can be made in {folder} ({error.strerror}); choose another place"
+        ) from None

@@ -185,6 +185,13 @@ def test_the_two_lines_run_to_the_letter(
     assert ended.last_line == f"next: dflash eval --drafter {out}"
 
 
+def _make_store(name: str) -> None:
+    """As a capture's plan does, in one rename."""
+    Path("aside").mkdir()
+    Path("aside", "zarr.json").touch()
+    Path("aside").rename(name)
+
+
 def test_a_trainer_waits_for_the_plan_of_a_capture_that_lives(
     type_line: Callable[..., Ended],
 ) -> None:
@@ -192,7 +199,7 @@ def test_a_trainer_waits_for_the_plan_of_a_capture_that_lives(
     write_status("new.logs", status)
     ended = type_line("dflash train --gpus cpu --store new --no-follow")
     assert (ended.code, "its capture is still planning" in ended.err) == (2, True)
-    threading.Timer(0.5, Path("new").mkdir).start()
+    threading.Timer(0.5, _make_store, ("new",)).start()
     ended = type_line("dflash train --gpus cpu --store new")
     assert ended.code == 0, ended.err
     assert "waiting until the capture into new has made its plan" in ended.out
@@ -203,13 +210,9 @@ def test_inspect_follow_waits_as_well_and_keeps_json_apart(type_line: Callable[.
     assert ended.code == 2
     assert "there is no store new: write it with dflash capture; inspect follows it" in ended.err
     write_status("new.logs", new_status("plan", 0, "cpu"))
-
-    def made() -> None:
-        Path("aside").mkdir()
-        Path("aside", "zarr.json").touch()
-        Path("aside").rename("new")
-
-    threading.Timer(0.5, made).start()
+    # in whose place a capture may put it
+    Path("new").mkdir()
+    threading.Timer(0.5, _make_store, ("new",)).start()
     ended = type_line("dflash inspect new --follow --json")
     assert ended.code == 0, ended.err
     assert "inspect: waiting until the capture into new has made its plan" in ended.err
@@ -223,7 +226,7 @@ def test_a_trainer_waits_a_moment_for_a_capture_that_was_started_with_it(
     monkeypatch.setattr("dflash_pipeline.configs.arrival.APPEAR_S", 60.0)
     planning = new_status("plan", 0, "cpu")
     threading.Timer(0.3, write_status, ("new.logs", planning)).start()
-    threading.Timer(1.0, Path("new").mkdir).start()
+    threading.Timer(1.0, _make_store, ("new",)).start()
     ended = type_line("dflash train --gpus cpu --store new")
     assert ended.code == 0, ended.err
     nothing, found = ended.out.splitlines()[:2]
@@ -585,6 +588,14 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash train --gpus cpu", "no --store DIR: give it, or set store.path in dflash.toml"),
         ("dflash train --store nowhere", "there is no store nowhere: write it with dflash capture"),
         ("dflash train --store nowhere:0.5", "there is no store nowhere: write it"),
+        ("dflash train --store x:abc", "--store x:abc: 'abc' is no number, and there is no store"),
+        (
+            "dflash train --store full",
+            "no store at full (no zarr.json in it, but run.json): expected a directory that dflash",
+        ),
+        ("dflash train --store b.jsonl", "no store at b.jsonl: it is not a directory; expected a"),
+        (f"{CAPTURE} --store /proc/new", "--store /proc/new: nothing can be made in /proc (No"),
+        ("dflash train --store x --out /proc/new", "--out /proc/new: nothing can be made in /proc"),
         ("dflash train --store x:1.5", "--store x:1.5: the share must be in (0, 1], got 1.5"),
         ("dflash train --store x --resume", "--resume: name the run directory with --out DIR"),
         ("dflash train --store x --out no --resume", "there is no run directory no"),

@@ -66,6 +66,11 @@ def test_a_folder_that_takes_no_entries_is_named(
     Path("file").touch()
     with pytest.raises(UsageError, match="file is not a directory; choose another place"):
         check("file/x/y")
+    # it grants what it then refuses
+    with pytest.raises(
+        UsageError, match=r"nothing can be made in /proc \(.*; choose another place"
+    ):
+        check("/proc/new")
     # root may write everywhere, so the answer is forged
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
     with pytest.raises(UsageError, match="cannot be written to; choose another place"):
@@ -99,8 +104,16 @@ def test_what_reads_a_store_needs_one_there() -> None:
     with pytest.raises(UsageError, match=r"there is no store hs: name"):
         inputs.check_store("hs")
     Path("hs").mkdir()
-    with pytest.raises(UsageError, match=r"no store at hs \(no zarr\.json in it\)"):
+    with pytest.raises(UsageError, match=r"hs is an empty directory, expected a directory that"):
         inputs.check_store("hs")
+    for name in "dcba":
+        Path("hs", name).touch()
+    with pytest.raises(
+        UsageError, match=r"no store at hs \(no zarr\.json in it, but a, b, c, \.\."
+    ):
+        inputs.check_store("hs")
+    with pytest.raises(UsageError, match=r"no store at hs/a: it is not a directory; expected"):
+        inputs.check_store("hs/a")
     Path("hs/zarr.json").touch()
     inputs.check_store("hs,further")
 
