@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import errno
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from limits import small_files
 
 from dflash_pipeline.configs.disk import full_text, is_full, write_whole, writing
 
 
-@pytest.fixture
-def _small_files() -> Iterator[None]:
-    """No file may grow beyond ten bytes: the system then answers as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.usefixtures("_small_files")
 def test_a_file_that_does_not_fit_is_named_and_the_one_before_stays(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     write_whole(path, b"before")
-    with pytest.raises(OSError, match="File too large") as caught:
+    with small_files(10), pytest.raises(OSError, match="File too large") as caught:
         write_whole(path, b"far too long a text")
     assert is_full(caught.value)
     assert caught.value.filename == str(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import subprocess
 import sys
 import threading
@@ -239,18 +238,12 @@ def test_a_full_disk_is_one_clear_line_and_gives_the_shard_back(
 ) -> None:
     writer = StoreWriter(empty_store, leases, depth=2)
     lease = leases.acquire(SHARD)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, hard))
-    try:
+    told = r"no space left for shard b1/0 of .* in .*b1/hidden/c/0 .* committed shards"
+    with small_files(9000):
         with contextlib.suppress(ValueError):
             tiny.put_shard(plan, writer, lease)
-        with pytest.raises(
-            ValueError,
-            match=r"no space left for shard b1/0 of .* in .*b1/hidden/c/0 .* committed shards",
-        ):
+        with pytest.raises(ValueError, match=told):
             writer.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not lease.is_held
     writer.abort()
     with pytest.raises(ValueError, match="no space"):
@@ -309,6 +302,7 @@ import tiny_store as tiny
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.writer import StoreWriter
+from limits import small_files
 plan, store = tiny.make_plan(24), open_store({str(empty_store.path)!r})
 leases = Leases(store.path, plan.layout, heartbeat_s=1, hung_s=9)
 writer = StoreWriter(store, leases, depth=2)

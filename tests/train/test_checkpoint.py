@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import small_files
 from safetensors.torch import load_file, save_file
 
 from dflash_pipeline.train import checkpoint
@@ -103,15 +103,9 @@ def test_another_plan_leaves_the_share_of_the_schedule_that_is_done() -> None:
 def test_a_full_disk_names_the_checkpoint_and_says_how_to_go_on(
     tmp_path: Path, shape: DrafterShape
 ) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
-    try:
-        with pytest.raises(
-            ValueError, match=r"checkpoint .*step-00000001 \(File too large; .* free .*--resume"
-        ):
-            _save(tmp_path, shape, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = r"checkpoint .*step-00000001 \(File too large; .* free .*--resume"
+    with small_files(5000), pytest.raises(ValueError, match=told):
+        _save(tmp_path, shape, 1)
     assert not list(tmp_path.iterdir())
 
 
