@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from limits import small_files
 
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.lease import LeaseLost, Leases
@@ -302,7 +303,6 @@ import tiny_store as tiny
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.writer import StoreWriter
-from limits import small_files
 plan, store = tiny.make_plan(24), open_store({str(empty_store.path)!r})
 leases = Leases(store.path, plan.layout, heartbeat_s=1, hung_s=9)
 writer = StoreWriter(store, leases, depth=2)
