@@ -56,9 +56,8 @@ from dflash_pipeline.train.shape import FULL, SLIDING, DrafterShape
 from dflash_pipeline.train.step import learn, score
 
 sys.path.append(str(Path(__file__).parents[1]))
-from waits import no_waits
-
 from shapes import HEADLINE, wide_shape
+from waits import no_waits
 
 CE = LossConfig()
 KL = LossConfig(ce=0.5, kl=0.5)

@@ -6,9 +6,9 @@ import errno
 from pathlib import Path
 
 import pytest
-from limits import small_files
 
 from dflash_pipeline.configs.disk import full_text, is_full, write_whole, writing
+from limits import small_files
 
 
 def test_a_file_that_does_not_fit_is_named_and_the_one_before_stays(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from limits import small_files
 
 from dflash_pipeline.store import durable, paths
 from dflash_pipeline.store.lease import LeaseLost, Leases
@@ -22,6 +21,7 @@ from dflash_pipeline.store.rows import decode, encode
 from dflash_pipeline.store.shard import ShardFile
 from dflash_pipeline.store.spec import SAMPLE_STATES, ShardId
 from dflash_pipeline.store.writer import StoreWriter
+from limits import small_files
 
 SHARD = ShardId(1, 0)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from limits import small_files
 from safetensors.torch import load_file, save_file
 
 from dflash_pipeline.train import checkpoint
@@ -19,6 +18,7 @@ from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.shape import DrafterShape
+from limits import small_files
 
 
 def _save(out: Path, shape: DrafterShape, step: int) -> Path:

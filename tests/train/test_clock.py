@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from waits import no_waits
 
 from dflash_pipeline.train import clock as timing
 from dflash_pipeline.train.clock import STAGES, Clock
+from waits import no_waits
 
 
 def test_a_stage_is_counted_until_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

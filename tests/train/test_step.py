@@ -10,7 +10,6 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from waits import no_waits
 
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import LossConfig, OptimConfig, TrainConfig
@@ -30,6 +29,7 @@ from dflash_pipeline.train.ring import Ring, Sizes
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.step import draft_blocks, learn, score
 from dflash_pipeline.train.stored import StoredRows
+from waits import no_waits
 
 CONFIG = TrainConfig(batch_tokens=1024, batch_anchors=64, anchors_per_sample=8)
 LOSS = LossConfig(ce=0.5, kl=0.5, position_chunk=20)
