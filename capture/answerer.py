@@ -30,6 +30,7 @@ from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.samples import Message
 from dflash_pipeline.capture.target import Target, compute_dtype
 from dflash_pipeline.capture.template import RenderError, prompt_ids, stop_ids
+from dflash_pipeline.configs.memory import host_told_alike
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import DataConfig, GenerateConfig, TargetConfig
 
@@ -122,7 +123,8 @@ class Answerer:
                 before = sum(map(len, answers))
                 keys = [dialogue.key for dialogue in turn[part]]
                 tell_all = partial(_add, tell, before)
-                answers += self._generate_part(keys, prompts[part], seeds, tell_all)
+                with host_told_alike(torch):
+                    answers += self._generate_part(keys, prompts[part], seeds, tell_all)
             except torch.OutOfMemoryError as error:
                 if len(seeds) == 1:
                     raise ValueError(

@@ -14,7 +14,7 @@ from dflash_pipeline.capture.offload import DeviceBuffer
 from dflash_pipeline.capture.pack import Packer, index_batch
 from dflash_pipeline.capture.shapes import Shape, shape_of
 from dflash_pipeline.capture.target import Target
-from dflash_pipeline.configs.memory import report, usage
+from dflash_pipeline.configs.memory import host_told_alike, report, usage
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.table import teacher_positions
 
@@ -101,8 +101,9 @@ class Forward:
         def take(place: int, hidden_BTH: torch.Tensor) -> None:
             self._packer.layer(place, hidden_BTH, part.index, part.out)
 
-        last_BTH = self._target.run(part.ids_BT, take)
-        self._packer.last(last_BTH, part.index, part.out)
+        with host_told_alike(torch):
+            last_BTH = self._target.run(part.ids_BT, take)
+            self._packer.last(last_BTH, part.index, part.out)
 
     def _report(self, where: str, error: torch.OutOfMemoryError) -> str:
         """What holds the device's memory."""

@@ -6,12 +6,16 @@ Both stages use torch, this folder does not: they hand it over.
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 _GIB = 1 << 30
+# begins the text of an error of the host's memory
+_HOST = "host: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,21 @@ def usage(torch: Any, device: Any) -> Usage:
 
 
 @contextlib.contextmanager
+def host_told_alike(torch: Any) -> Iterator[None]:
+    """Raise torch.OutOfMemoryError also where it is the host's memory that runs out: torch has a
+    RuntimeError for that, Python and NumPy a MemoryError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_torchs = "DefaultCPUAllocator" in str(error)
+        if not is_torchs and not isinstance(error, MemoryError):
+            raise
+        found = re.search(r"tried to allocate (\d+) bytes", str(error))
+        asked = f"Tried to allocate {int(found[1]) / _GIB:.2f} GiB" if found else str(error)
+        raise torch.OutOfMemoryError(f"{_HOST}{asked or 'it was not told how much'}") from error
+
+
+@contextlib.contextmanager
 def explained(
     torch: Any,
     device: Any,
@@ -58,12 +77,13 @@ def explained(
     remedy: str,
     beside: Callable[[], Mapping[str, int]] = dict,
 ) -> Iterator[None]:
-    """Turn the device's out-of-memory error into a ValueError that says what holds it.
+    """Turn an out-of-memory error of device or host into a ValueError that says what holds it.
 
     The arguments are those of `usage` and `report`, asked for once the memory has run out.
     """
     try:
-        yield
+        with host_told_alike(torch):
+            yield
     except torch.OutOfMemoryError as error:
         used = usage(torch, device)
         text = report(used, holdings(), where(), str(error), varying, remedy, beside())
@@ -85,6 +105,8 @@ def report(
     is; error: torch's text; remedy: what the reader can do; beside: what of the memory outside of
     torch's allocator has a name.
     """
+    if error.startswith(_HOST):
+        return _host_report(used, holdings, where, error.removeprefix(_HOST), varying, remedy)
     known, named = sum(holdings.values()), beside or {}
     parts = dict(holdings) | {
         f"{varying} at the peak": max(used.peak - known, 0),
@@ -96,6 +118,20 @@ def report(
     asked = error.split(". ")[1] if error.count(". ") > 1 else error
     return (
         f"the GPU's memory ran out in {where} ({asked}): of {used.total / _GIB:.2f} GiB hold "
+        f"{listed}; {remedy}"
+    )
+
+
+def _host_report(
+    used: Usage, holdings: Mapping[str, int], where: str, asked: str, varying: str, remedy: str
+) -> str:
+    # what a GPU holds is none of the host's
+    held = {} if used.total else dict(holdings)
+    held[f"{varying if held else 'all'} at the peak"] = used.host_peak - sum(held.values())
+    listed = ", ".join(f"{name} {max(size, 0) / _GIB:.2f}" for name, size in held.items())
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
+    return (
+        f"the host's memory ran out in {where} ({asked}): of {total:.2f} GiB this process held "
         f"{listed}; {remedy}"
     )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.memory import host_told_alike
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
@@ -233,7 +234,8 @@ def _answered(
     answer_all: Callable[[Sequence[Task]], list[Answer]], tasks: Sequence[Task]
 ) -> list[Answer]:
     try:
-        return answer_all(tasks)
+        with host_told_alike(torch):
+            return answer_all(tasks)
     except torch.OutOfMemoryError as error:
         longest = max(len(task.ids_T) for task in tasks)
         raise ValueError(

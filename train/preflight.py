@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.memory import explained
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
@@ -39,6 +40,10 @@ from dflash_pipeline.train.step import learn
 # the narrowest that Triton's matrix product takes
 _MIN_HEAD_DIM = 16
 _WIDTH, _HEAD_DIM, _VOCABULARY, _NUM_TOKENS = 32, 16, 64, 24
+LESS_MEMORY = (
+    "lower train.batch_anchors, train.batch_tokens or drafter.block_size (activations and the "
+    "feed's buffers), or loss.position_chunk (logits)"
+)
 
 
 def check_stores(run: Run, stores: Sequence[Store], is_resumed: bool) -> None:
@@ -122,7 +127,14 @@ def check_device(run: Run, shape: DrafterShape, place: Place) -> None:
 
 
 def rehearse(run: Run, shape: DrafterShape, place: Place) -> None:
-    """One step, an export and its reading back, with a twin of the drafter."""
+    """One step, an export and its reading back, with a twin of the drafter. ValueError where a
+    loss or gradient is not finite, or the memory does not suffice."""
+    doing, cpu = "a rehearsal of one small step", torch.device("cpu")
+    with explained(torch, cpu, dict, lambda: doing, "activations", LESS_MEMORY):
+        _rehearse(run, shape, place)
+
+
+def _rehearse(run: Run, shape: DrafterShape, place: Place) -> None:
     twin = twin_shape(shape)
     drafter = Drafter(twin)
     drafter.initialise(run.train.seed)

@@ -21,16 +21,13 @@ from dflash_pipeline.train.consumption import Consumption
 from dflash_pipeline.train.feed import Feed, feed_access
 from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
+from dflash_pipeline.train.preflight import LESS_MEMORY
 from dflash_pipeline.train.segments import ORDER_FILE
 from dflash_pipeline.train.setup import Training, build, compute_on, open_stores
 from dflash_pipeline.train.stop import StopVote, StopWish
 from dflash_pipeline.train.validation import is_on_plateau, validate
 from dflash_pipeline.train.watchdog import Watchdog
 from dflash_pipeline.train.window import take_step
-
-LESS_MEMORY = (
-    "lower train.batch_anchors or train.batch_tokens (activations), or loss.position_chunk (logits)"
-)
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:

@@ -255,8 +255,9 @@ def test_the_noise_draws_from_the_softmax() -> None:
     assert torch.equal(again[0], gumbel(seeds, 3, 4, torch.device("cpu"))[7])
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), MemoryError()])
 def test_a_batch_that_does_not_fit_is_halved(
-    tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(tmp_path, target, batch_size=4)
     generate.main(run, place_of(tmp_path), {})
@@ -274,7 +275,7 @@ def test_a_batch_that_does_not_fit_is_halved(
     ) -> list[list[int]]:
         sizes.append(len(prompts))
         if len(prompts) > 2:
-            raise torch.OutOfMemoryError("no memory")
+            raise error
         return original(self, keys, prompts, seeds, tell)
 
     monkeypatch.setattr(Answerer, "_generate_part", small_only)

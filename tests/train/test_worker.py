@@ -461,6 +461,23 @@ def test_memory_that_runs_out_is_accounted_for(
         worker.main(train_run(), place, NEW)
 
 
+@pytest.mark.parametrize("setting", ["batch_tokens", "batch_anchors"])
+def test_the_hosts_memory_that_runs_out_is_accounted_for(
+    setting: str, whole_store: Store, train_run: Callable[..., Run], place: Place
+) -> None:
+    told = (
+        r"the host's memory ran out in .* \(Tried to .*\): .* fp32 masters .*; lower train\.batch_a"
+    )
+    with pytest.raises(ValueError, match=told):
+        worker.main(train_run(**{setting: 10**14}), place, NEW)
+    blocks = train_run()
+    blocks = replace(blocks, drafter=replace(blocks.drafter, block_size=10**12))
+    with pytest.raises(
+        ValueError, match=r"memory ran out in a rehearsal .* or drafter\.block_size"
+    ):
+        worker.main(blocks, place, NEW)
+
+
 def test_log_lines_tell_each_stage_and_a_window_is_traced(
     whole_store: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
 ) -> None:
