@@ -93,7 +93,8 @@ class TargetFiles:
         return str(settings.get("quant_method", "unknown")) if settings else ""
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The target's tokenizer, loaded once."""
+        """The target's tokenizer, loaded once. UsageError where it is missing, cannot be used, or
+        is of another vocabulary."""
         return self._tokenizer
 
     @cached_property
@@ -112,7 +113,28 @@ class TargetFiles:
             raise UsageError(
                 f"target {self.name}: no usable tokenizer in {self.directory}: {first_line(error)}"
             ) from error
+        self._check_ids(tokenizer)
         return tokenizer
+
+    def _check_ids(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """UsageError where text has tokens without a row of the embedding."""
+        # a marker that no chat has may lie beyond: Gemma 3 1B has one for images, which it lacks
+        used = f"{tokenizer.chat_template}{tokenizer.bos_token}{tokenizer.eos_token}"
+        added = tokenizer.added_tokens_decoder.items()
+        markers = {i for i, one in added if one.special and one.content not in used}
+        beyond = {
+            token_id: token
+            for token, token_id in tokenizer.get_vocab().items()
+            if token_id >= self.vocab_size and token_id not in markers
+        }
+        if beyond:
+            token_id = max(beyond)
+            raise UsageError(
+                f"target {self.name}: its tokenizer has ids up to {token_id} "
+                f"({beyond[token_id]!r}), its embedding {self.vocab_size} rows (vocab_size in "
+                "config.json), so they are not of one model: name a directory that holds both as "
+                "they were published"
+            )
 
     def weight_hash(self) -> str:
         """sha256 over name and sha256 of each safetensors file, in name order; read once."""

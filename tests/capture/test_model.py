@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AddedToken, AutoTokenizer
 
 from dflash_pipeline.capture.model import TargetFiles, embedding_and_head, resolve
 from dflash_pipeline.configs.errors import UsageError
@@ -89,6 +90,33 @@ def test_a_full_vocabulary_asks_for_a_mask_token(make_target_dir: Callable[..., 
         UsageError, match=r"name a token that never occurs with target\.mask_token_id"
     ):
         files.mask_token_id(TargetConfig())
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "message"),
+    [
+        (200, r"tokenizer has ids up to 258 \('.*'\), its embedding 200 rows"),
+        # of the end token alone
+        (258, r"tokenizer has ids up to 258 \('.*'\), its embedding 258 rows"),
+    ],
+)
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(
+    vocab_size: int, message: str, copy: Path
+) -> None:
+    _edit(copy / "config.json", vocab_size=vocab_size)
+    with pytest.raises(UsageError, match=message):
+        _files(copy).tokenizer()
+
+
+def test_a_marker_that_no_chat_has_may_lie_beyond_the_vocabulary(copy: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.add_tokens([AddedToken(f"<image{i}>", special=True) for i in range(20)])
+    tokenizer.save_pretrained(copy)
+    assert max(_files(copy).tokenizer().get_vocab().values()) == 278
+    tokenizer.add_tokens(["a word"])
+    tokenizer.save_pretrained(copy)
+    with pytest.raises(UsageError, match=r"ids up to 279 \('a word'\), its embedding 272 rows"):
+        _files(copy).tokenizer()
 
 
 def test_embedding_and_head_are_the_models_in_bf16(target_dir: Path) -> None:
