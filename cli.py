@@ -206,6 +206,8 @@ def plan(
     all of them.
     """
     from dflash_pipeline.capture import glance
+    from dflash_pipeline.store.following import training_on
+    from dflash_pipeline.store.glance import is_whole
 
     run = resolve(context)
     store, *_ = capturing.check(run)
@@ -219,19 +221,25 @@ def plan(
     except measuring.MeasuringFailed as failed:
         return end(failed.code, "", this_line())
     price = run.capture.price
-    told = found.both_ways(devices.ids, sides, price)
+    if is_whole(store):
+        told = found.training_alone(sides[1] if sides else devices.ids, price)
+    else:
+        told = found.both_ways(devices.ids, sides, price)
     best = told.ways[0]
     stores: dict[str, object] = {"train.stores": (run.store.path,)}
     lines = [
         f"{following.line(context, command, stores)} --gpus {listed(devices, ids)}"
         for command, ids in ((capture, best.capture_ids), (train, best.train_ids))
+        if ids
     ]
+    if not best.capture_ids:
+        lines = [training_on(run.store.path, lines[0])]
     if as_json:
         click.echo(foretold.json_text(told, lines))
         return 0
     for text in foretold.lines(told, run.train.epochs, price, parse_size(run.capture.quota)):
         click.echo(text)
-    for text in foretold.command_lines(best, lines):
+    for text in foretold.command_lines(best, lines, store):
         click.echo(text)
     return end(0, lines[0], this_line())
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from dflash_pipeline.configs.costs import Mount
+from dflash_pipeline.configs.costs import CPU, Mount
 from dflash_pipeline.configs.prediction import Prediction, Stage, Way
 from dflash_pipeline.configs.sizes import size_text
 
@@ -16,6 +16,8 @@ _RATES = {"capture": "tok/s", "train": "steps/s"}
 def lines(found: Prediction, epochs: int, price: float, quota_bytes: int = 0) -> list[str]:
     """All of it; quota_bytes: the most that the store may take at a time, 0: no bound."""
     work, capture = found.work, found.capture
+    devices = "CPU workers" if capture.device == CPU else "GPUs"
+    is_captured = not found.ways[0].capture_ids
     told = [
         f"{work.num_samples:,} samples ({work.num_heldout:,} held out), {work.num_tokens:,} "
         f"tokens, {work.num_supervised:,} supervised, "
@@ -24,20 +26,27 @@ def lines(found: Prediction, epochs: int, price: float, quota_bytes: int = 0) ->
         f"measured on {capture.device}: disk {_speeds(capture.write_bytes_per_s)} written, "
         f"{_speeds(capture.read_bytes_per_s)} read",
     ]
-    told += room_lines(work.mounts, quota_bytes)
+    told += [] if is_captured else room_lines(work.mounts, quota_bytes)
     if found.generate is not None:
-        told.append(f"{_stage_text(found.generate)}; not counted below: the answers are there")
+        told.append(
+            f"{_stage_text(found.generate, devices)}; not counted below: the answers are there"
+        )
     for way in found.ways:
         cost = f", cost {way.cost:,.2f}" if price else ""
-        told.append(f"{way.name}: {_hours(way.hours)}, {_hours(way.device_hours)} of GPUs{cost}")
-        told += [f"  {_stage_text(stage)}" for stage in way.stages]
+        told.append(
+            f"{way.name}: {_hours(way.hours)}, {_hours(way.device_hours)} of {devices}{cost}"
+        )
+        told += [f"  {_stage_text(stage, devices)}" for stage in way.stages]
     told.append(f"{epochs} epochs are {found.num_steps:,} steps at most")
-    told.append(f"not measured: {'; '.join(found.not_measured)}")
+    if found.not_measured:
+        told.append(f"not measured: {'; '.join(found.not_measured)}")
     return told
 
 
-def command_lines(best: Way, commands: Sequence[str]) -> list[str]:
-    """The lines to type for the better way: capture's and train's."""
+def command_lines(best: Way, commands: Sequence[str], store: str) -> list[str]:
+    """The lines to type for the better way: capture's and train's, or train's alone."""
+    if not best.capture_ids:
+        return [f"{store} is captured whole, only the training is left:", f"  {commands[0]}"]
     how = "in two terminals" if best.name == "side by side" else "the second after the first"
     told = [f"the better way is {best.name}; its commands, {how}:"]
     return told + [f"  {command}" for command in commands]
@@ -74,14 +83,14 @@ def _speeds(bytes_per_s: Sequence[float]) -> str:
     return " + ".join(f"{size_text(speed)}/s" for speed in bytes_per_s)
 
 
-def _stage_text(stage: Stage) -> str:
+def _stage_text(stage: Stage, devices: str) -> str:
     rate = f" ({stage.rate:,.3g} {_RATES[stage.name]})" if stage.rate else ""
     if stage.rate >= 1000:
         rate = f" ({stage.rate:,.0f} {_RATES[stage.name]})"
     disk = ", the disk binds" if stage.bound == "disk" else ""
     return (
         f"{stage.name:9}{stage.num_devices} x {_hours(stage.hours)} = "
-        f"{_hours(stage.device_hours)} of GPUs{rate}{disk}"
+        f"{_hours(stage.device_hours)} of {devices}{rate}{disk}"
     )
 
 

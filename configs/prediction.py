@@ -211,15 +211,22 @@ class Predictor:
             ways += [side] if side else []
         return self.predicted(ways)
 
+    def training_alone(self, ids: Sequence[int], price: float) -> Prediction:
+        """Of a store that is captured whole."""
+        stages = (self.train(len(ids)),)
+        return self.predicted([_way("training alone", (), ids, stages, stages[0].hours, price)])
+
     def predicted(self, ways: Sequence[Way]) -> Prediction:
         """Everything, with the better of the ways first."""
         best = min(way.hours for way in ways)
         ordered = sorted(ways, key=lambda way: (way.hours > _SAME * best, way.device_hours))
-        num_trained, most = len(ordered[0].train_ids), len({*ways[0].capture_ids})
-        missing = ["captured rows read from a disk that is written at the same time"]
+        num_trained, most = len(ordered[0].train_ids), len(ways[0].capture_ids or ways[0].train_ids)
+        missing = []
+        if ways[0].capture_ids:
+            missing.append("captured rows read from a disk that is written at the same time")
         if num_trained > 1:
             missing.append("gradients between training devices")
-        if self._run.capture.quota:
+        if self._run.capture.quota and ways[0].capture_ids:
             missing.append("what capture and training wait for each other under --quota")
         if not self.capture_costs.answer_step_s:
             missing.append("generate (its servers' speed is theirs)")

@@ -53,6 +53,11 @@ def is_open(store: str) -> bool:
     return (path / "zarr.json").is_file() and not (path / paths.SEALED_FILE).exists()
 
 
+def is_whole(store: str) -> bool:
+    """Whether there is a store whose shards were all captured."""
+    return root(store) is not None and not is_open(store)
+
+
 def is_at_work(store: str) -> bool:
     """Whether a process of a capture into this store is alive."""
     return any(one.is_alive for one in find_statuses(root_of(store)))

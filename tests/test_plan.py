@@ -301,3 +301,33 @@ def test_the_command_predicts_from_a_kept_measurement_and_prints_lines_that_pars
     # nothing of it is left beside the store
     assert not list(folder.glob("dflash-plan-*"))
     assert not (folder / "new").exists()
+
+
+def test_of_a_store_that_is_whole_only_the_training_is_planned(
+    rounds: list[Round], folder: Path
+) -> None:
+    measured, store = rounds[0].folder / "measured", rounds[0].run.store.path
+    known = {
+        "run": to_dict(rounds[0].run),
+        "capture": _json(measured / "costs.json"),
+        "train": _json(measured / "train_costs.json"),
+    }
+    (folder / "of-long.json").write_text(json.dumps(known))
+    line = [*["plan", "--config", "toy", "--set", "train.epochs=1", "--set", "data.heldout=0.1"]]
+    line += ["--data", "long.jsonl", "--measurement", "of-long.json", "--store", store]
+
+    def said(*more: str) -> str:
+        command = [sys.executable, "-m", "dflash_pipeline.cli", *line, *more]
+        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        return answer.stdout
+
+    text = said("--gpus", "cpu:2")
+    assert f"{store} is captured whole, only the training is left:\n  dflash train " in text
+    assert text.splitlines()[-1].startswith(f"next: dflash train --store {store} ")
+    assert "dflash capture" not in text
+    assert "min of CPU workers" in text
+    assert "GPUs" not in text
+    found = json.loads(said("--gpus", "cpu:2", "--json"))
+    assert [stage["name"] for way in found["ways"] for stage in way["stages"]] == ["train"]
+    (train,) = found["commands"]
+    assert shlex.split(train)[-2:] == ["--gpus", "cpu:2"]

@@ -15,7 +15,7 @@ from dflash_pipeline.configs.costs import (
     TrainWork,
 )
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.foretold import lines, room_lines
+from dflash_pipeline.configs.foretold import command_lines, lines, room_lines
 from dflash_pipeline.configs.prediction import HOUR_S, Predictor
 from dflash_pipeline.configs.schema import GenerateConfig, Run, TargetConfig, TrainConfig
 
@@ -199,3 +199,29 @@ def test_the_lines_hold_stages_ways_and_cost() -> None:
     ) in text
     assert "39,420,000 steps" not in text
     assert "821,250 steps" in text
+
+
+def test_a_store_that_is_whole_leaves_the_training_alone() -> None:
+    predictor = _predictor()
+    found = predictor.training_alone((5, 6, 7), 3.0)
+    (way,) = found.ways
+    train = predictor.train(3)
+    assert (way.capture_ids, way.train_ids, way.stages) == ((), (5, 6, 7), (train,))
+    assert (way.hours, way.cost) == (train.hours, pytest.approx(9 * train.hours))
+    assert found.num_steps == predictor.num_steps(3)
+    text = lines(found, 6, 3.0)
+    # its store has its room already, and nothing is written
+    assert not any("no room" in line or "written at the same time" in line for line in text)
+    assert command_lines(way, ["dflash train --store hs"], "hs") == [
+        "hs is captured whole, only the training is left:",
+        "  dflash train --store hs",
+    ]
+
+
+def test_devices_are_called_what_they_are() -> None:
+    predictor = _predictor()
+    found = predictor.both_ways(tuple(range(8)), None, 0.0)
+    on_gpus = "\n".join(lines(found, 6, 0.0))
+    on_cpu = "\n".join(lines(replace(found, capture=replace(found.capture, device="CPU")), 6, 0.0))
+    assert "h of GPUs" in on_gpus
+    assert on_cpu == on_gpus.replace("of GPUs", "of CPU workers").replace("on H200", "on CPU")
