@@ -49,7 +49,11 @@ BACKWARD = (
 def choices() -> list[tuple[str, dict[str, Any]]]:
     """Each with the options that it is for FlexAttention."""
     names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
-    found: list[tuple[str, dict[str, Any]]] = [("as torch chooses", {})]
+    found: list[tuple[str, dict[str, Any]]] = [
+        ("as torch chooses", {}),
+        ("queries scaled before", {"PRESCALE_QK": True}),
+        ("copies by TMA", {"USE_TMA": True}),
+    ]
     for values in FORWARD:
         options = {f"fwd_{name}": value for name, value in zip(names, values, strict=True)}
         found.append((f"forward {values}", options))
