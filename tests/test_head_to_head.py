@@ -122,7 +122,7 @@ def test_without_speculators_it_says_so_and_what_to_install(
 
     words = ["x", str(tmp_path / "out"), "--store", "s", "--eval-store", "e", "--target", "toy"]
     for python in (sys.executable, str(tmp_path / "nowhere")):
-        monkeypatch.setattr(head_to_head, "_is_there", lambda _python: False)
+        monkeypatch.setattr(head_to_head, "installed_version", lambda _python: "")
         monkeypatch.setattr(sys, "argv", [*words, "--their-python", python])
         assert head_to_head.main() == 4
         assert "pip install speculators==0.9.0" in capsys.readouterr().out

@@ -43,9 +43,9 @@ from dflash_pipeline.train.hashing import hashed
 from studies.exchange import final_norm, write_samples
 from studies.result import machine
 from studies.running import environment
+from studies.theirs import HOW_TO_INSTALL, THEIR_VERSION, installed_version, their_environment
 
 THEIR_TRAINING = Path(__file__).parents[1] / "studies" / "their_training.py"
-THEIR_VERSION = "0.9.0"
 PROBE_STEPS = 40
 # of a probe: what comes before is warm-up
 WARM_STEPS = 15
@@ -60,10 +60,9 @@ def main() -> int:
     options = _options()
     folder: Path = options.folder.resolve()
     their_python = shutil.which(options.their_python)
-    if not their_python or not _is_there(their_python):
+    if not their_python or installed_version(their_python) != THEIR_VERSION:
         print(
-            f"skipped: {options.their_python} has no speculators {THEIR_VERSION}; make an "
-            f"environment of its own: pip install speculators=={THEIR_VERSION}"
+            f"skipped: {options.their_python} has no speculators {THEIR_VERSION}; {HOW_TO_INSTALL}"
         )
         return 4
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,12 +120,6 @@ def _options() -> argparse.Namespace:
         "--their", action="append", default=[], help="further word of their command, as =--lr=1e-3"
     )
     return parser.parse_args()
-
-
-def _is_there(python: str) -> bool:
-    code = "from importlib.metadata import version; print(version('speculators'))"
-    ended = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    return ended.stdout.strip() == THEIR_VERSION
 
 
 def _chosen(store: Store, count: int) -> list[int]:
@@ -293,8 +286,7 @@ def _their_run(
         command += ["--hidden-states-dtype=float32"]
     command += options.their
     begin = time.time()
-    theirs = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    subprocess.run(command, cwd=folder, env=theirs, check=True)
+    subprocess.run(command, cwd=folder, env=their_environment(), check=True)
     seconds = time.time() - begin
     told = json.loads((data / "times.json").read_text(encoding="utf-8"))
     times, warm = told["steps"], min(WARM_STEPS, len(told["steps"]) // 2)

@@ -57,6 +57,7 @@ from dflash_pipeline.train.step import learn, score
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shapes import HEADLINE, wide_shape
+from timing import median_ms, peak_gib
 from waits import no_waits
 
 CE = LossConfig()
@@ -158,22 +159,7 @@ class Bench:
 
     def ms(self, work: Callable[[int], object]) -> float:
         """Of `work(turn)`, the median; `turn` says which of the rotated inputs to take."""
-        for turn in range(3):
-            work(turn)
-        num_timed = self.sizes.num_timed
-        if not self.is_cuda:
-            marks = [time.perf_counter()]
-            for turn in range(num_timed):
-                work(turn)
-                marks.append(time.perf_counter())
-            return statistics.median(b - a for a, b in itertools.pairwise(marks)) * 1e3
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_timed + 1)]
-        events[0].record()
-        for turn, event in enumerate(events[1:]):
-            work(turn)
-            event.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+        return median_ms(work, self.sizes.num_timed, self.is_cuda)
 
     def host_ms(self, work: Callable[[int], object]) -> float:
         """What the host needs to ask for `work`, the device idle before; the median."""
@@ -188,14 +174,7 @@ class Bench:
 
     def peak_gib(self, work: Callable[[int], object]) -> float:
         """Memory of `work` above what was held before."""
-        if not self.is_cuda:
-            return 0.0
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        work(0)
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**30
+        return peak_gib(work, self.is_cuda)
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
