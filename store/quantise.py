@@ -177,7 +177,7 @@ def encode(values: NDArray[Any], calibration: Calibration) -> Bytes:
     y_NH = np.where(
         calibration.inlier_H, x_NH - bf16_to_float32(calibration.centre_H), np.float32(0)
     )
-    _rotate(y_NH, calibration.block, calibration.encode_factor)
+    y_NH = _rotated(y_NH, calibration.block, calibration.encode_factor)
     rows_NR = np.zeros((len(x_NH), calibration.row_bytes), np.uint8)
     scale_N = (
         _encode_int8(y_NH, rows_NR)
@@ -195,7 +195,7 @@ def decode(rows: Bytes, calibration: Calibration) -> Float:
     """Values float32 [..., H] of rows uint8 [..., R]."""
     y_NH, kept_Nk = decode_rotated(rows.reshape(-1, calibration.row_bytes), calibration)
     with np.errstate(all="ignore"):  # a damaged scale may be anything
-        _rotate(y_NH, calibration.block, calibration.decode_factor)
+        y_NH = _rotated(y_NH, calibration.block, calibration.decode_factor)
         y_NH += bf16_to_float32(calibration.centre_H)
     y_NH[:, calibration.kept_k] = kept_Nk
     return y_NH.reshape(*rows.shape[:-1], calibration.hidden_size)
@@ -226,12 +226,11 @@ def decode_rotated(rows: Bytes, calibration: Calibration) -> tuple[Float, Float]
     )
 
 
-def _rotate(values_NH: Float, block: int, factor: float) -> None:
-    """Step 3, in place."""
-    blocks = values_NH.reshape(-1, block)
+def _rotated(values_NH: Float, block: int, factor: float) -> Float:
+    """Step 3; whatever the order of the values in memory, rows follow one another in the result."""
     # a block's channels far apart in memory, so that each sum runs over all blocks at once: 5 ns a
     # value instead of 22, of 64 rows
-    channels = np.ascontiguousarray(blocks.T)
+    channels = np.ascontiguousarray(values_NH.reshape(-1, block).T)
     stride = 1
     while stride < block:
         pairs = channels.reshape(block // (2 * stride), 2, stride, -1)
@@ -239,7 +238,7 @@ def _rotate(values_NH: Float, block: int, factor: float) -> None:
         pairs[:, 0] += second
         np.subtract(first, second, out=second)
         stride *= 2
-    np.multiply(channels.T, np.float32(factor), out=blocks)
+    return np.multiply(channels.T, np.float32(factor), order="C").reshape(values_NH.shape)
 
 
 def _encode_int8(y_NH: Float, rows_NR: Bytes) -> Float:
