@@ -2,12 +2,13 @@
 hold what the target gives, sample by sample?
 
 Each sample is computed again by another path than the hooks' (`truth.py`). Rows read back from the
-shard file must agree with it within the noise of the compute type, measured on this target, and
-what int8 or int4 makes of these very rows, and each fault that has bitten other pipelines (a layer
-off by one, rows off by one, the norm missing or done twice), made on purpose, must not. Rows in
-which a fault changes nothing tell nothing of it: tokens that repeat, a layer without effect. A
-fault without any other row is reported as not applicable, one that is lost in the noise of int8 or
-int4 as not separable: it decides nothing, unless the rows are nearer to it than to the truth.
+shard file must agree with it within the noise of the compute type (of compiled layers: measured on
+this target) and what int8 or int4 makes of these very rows, and each fault that has bitten other
+pipelines (a layer off by one, rows off by one, the norm missing or done twice), made on purpose,
+must not. Rows in which a fault changes nothing tell nothing of it: tokens that repeat, a layer
+without effect. A fault without any other row is reported as not applicable, one that is lost in the
+noise of int8 or int4 as not separable: it decides nothing, unless the rows are nearer to it than to
+the truth.
 Letters: T tokens, M rows of `last`, K layers, H hidden, V vocabulary.
 """
 
@@ -59,10 +60,18 @@ class Gate:
     """Compares samples, then judges them all together."""
 
     def __init__(
-        self, target: Target, spec: StoreSpec, calibrated: Calibrated, threads: Threads = _ONE
+        self,
+        target: Target,
+        spec: StoreSpec,
+        calibrated: Calibrated,
+        threads: Threads = _ONE,
+        *,
+        by_other_code: bool,
     ) -> None:
+        """by_other_code: other kernels than the truth's may have computed the rows, as compiled
+        layers or those of another machine; then their noise is measured on the target."""
         self._target, self._spec, self._calibrated = target, spec, calibrated
-        self._threads = threads
+        self._threads, self._by_other_code = threads, by_other_code
         self._true: dict[str, RowErrors] = defaultdict(RowErrors)
         self._faults: dict[tuple[str, str], RowErrors] = defaultdict(RowErrors)
         self._depth: dict[str, int] = {}
@@ -89,7 +98,8 @@ class Gate:
         target, spec = self._target, self._spec
         self._threads.sign()
         truth = compute(target, ids_T)
-        if target.dtype != torch.float32 and self._num_swayed < NUM_SWAYED:
+        is_rounded = self._by_other_code and target.dtype != torch.float32
+        if is_rounded and self._num_swayed < NUM_SWAYED:
             self._add_sway(truth, swayed(target, ids_T))
         hidden = self._calibrated.hidden
         hidden_TKH = self._decoded(hidden_TKR, spec.hidden_mode, hidden)
@@ -124,9 +134,10 @@ class Gate:
         self._swayed["last"].add(moved.last_TH.float(), truth.last_TH.float())
 
     def _noise(self, name: str) -> float:
-        """Relative error that computing alone may cause."""
+        """Relative error that computing alone may cause; never that of an unrelated row."""
         bound = noise_bound(self._target.dtype, self._depth[name])
-        return max(bound, SLACK * self._swayed["last" if name == "logits" else name].typical)
+        swayed = self._swayed["last" if name == "logits" else name].typical
+        return min(max(bound, SLACK * swayed), UNRELATED)
 
     def _add_last(self, truth: Truth, last_MH: torch.Tensor, position_M: torch.Tensor) -> None:
         target, mode, last = self._target, self._spec.last_mode, self._calibrated.last
@@ -293,13 +304,15 @@ def check(
     tokens: Tokens,
     read_back: ReadBack,
     threads: Threads = _ONE,
+    *,
+    by_other_code: bool,
 ) -> list[str]:
     """Judge the stored rows of `samples`; the lines of the verdict, or GateRefused.
 
     tokens: sample -> ids and loss mask; read_back: sample -> its stored bytes, [T, K, R] of
-    hidden and [M, R] of last, out of the finished file.
+    hidden and [M, R] of last, out of the finished file; by_other_code: as `Gate` says.
     """
-    gate = Gate(target, spec, calibrated, threads)
+    gate = Gate(target, spec, calibrated, threads, by_other_code=by_other_code)
     with torch.inference_mode():
         for sample in samples:
             gate.add(*tokens(sample), *read_back(sample))

@@ -51,7 +51,9 @@ def recheck(store: Store, target: Target, num_samples: int) -> Recheck:
         raise UsageError(f"{store.path} has no sample that can be read yet")
     places = np.linspace(0, len(readable) - 1, min(num_samples, len(readable))).round()
     chosen = readable[np.unique(places.astype(int))].tolist()
-    gate, found = Gate(target, store.spec, store.calibration), Recheck(str(store.path))
+    # a store does not say which layers, card and torch its rows are of
+    gate = Gate(target, store.spec, store.calibration, by_other_code=True)
+    found = Recheck(str(store.path))
     errors = {i: _errors(store, gate, i) for i in chosen}
     found.num_samples = len(chosen)
     found.num_rows = int(store.table.num_tokens[chosen].sum())

@@ -271,6 +271,7 @@ class Worker:
                 store.tokens,
                 writer.read_back,
                 Threads(torch.get_num_threads(), self.beat),
+                by_other_code=bool(versions),
             ):
                 self._log.say(f"gate: {line}")
             self._is_gated, self._gated_versions = True, versions

@@ -48,19 +48,20 @@ BACKWARD = (
 
 def choices() -> list[tuple[str, dict[str, Any]]]:
     """Each with the options that it is for FlexAttention."""
-    names = ("BLOCK_M", "BLOCK_N", "num_stages", "num_warps")
     found: list[tuple[str, dict[str, Any]]] = [
         ("as torch chooses", {}),
         ("queries scaled before", {"PRESCALE_QK": True}),
         ("copies by TMA", {"USE_TMA": True}),
     ]
-    for values in FORWARD:
-        options = {f"fwd_{name}": value for name, value in zip(names, values, strict=True)}
-        found.append((f"forward {values}", options))
-    names = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps")
-    for values in BACKWARD:
-        options = {f"bwd_{name}": value for name, value in zip(names, values, strict=True)}
-        found.append((f"backward {values}", options))
+    both = (
+        ("fwd", ("BLOCK_M", "BLOCK_N"), FORWARD),
+        ("bwd", ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), BACKWARD),
+    )
+    for prefix, tiles, several in both:
+        for values in several:
+            names = (*tiles, "num_stages", "num_warps")
+            options = {f"{prefix}_{name}": one for name, one in zip(names, values, strict=True)}
+            found.append((f"{prefix} {values}", options))
     return found
 
 

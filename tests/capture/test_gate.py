@@ -91,9 +91,17 @@ def _check(
     spec: StoreSpec | None = None,
     calibrated: Calibrated = PLAIN,
     tokens: Tokens = _tokens,
+    by_other_code: bool = False,
 ) -> list[str]:
-    samples = range(len(LENGTHS))
-    return check(target, spec or _spec(), calibrated, samples, tokens, stored.__getitem__)
+    return check(
+        target,
+        spec or _spec(),
+        calibrated,
+        range(len(LENGTHS)),
+        tokens,
+        stored.__getitem__,
+        by_other_code=by_other_code,
+    )
 
 
 def _calibrated(target: Target, mode: str) -> Calibrated:
@@ -363,11 +371,15 @@ def test_noise_is_measured_on_the_target_where_its_layers_make_much_of_a_roundin
     # other kernels round at other places: here at none at all
     exact = copy.deepcopy(model).float()
     spec = replace(_spec(), layer_ids=layer_ids, num_target_layers=24)
-    lines = _check(Target(model, layer_ids), _captured(Target(exact, layer_ids), layer_ids), spec)
+    true = _captured(Target(exact, layer_ids), layer_ids)
+    with pytest.raises(ValueError, match="layer 22 differs from the target's own"):
+        _check(Target(model, layer_ids), true, spec)
+    lines = _check(Target(model, layer_ids), true, spec, by_other_code=True)
     deepest = lines[2]
     error = float(deepest.split("error ")[1].split(",")[0])
     assert deepest.startswith("layer 22")
     assert error > noise_bound(torch.bfloat16, 23)
     for wrong in ((0, 10, 22), (0, 11, 21), (0, 11, 23)):
+        stored = _captured(Target(exact, wrong), wrong)
         with pytest.raises(ValueError, match="differs from the target's own"):
-            _check(Target(model, layer_ids), _captured(Target(exact, wrong), wrong), spec)
+            _check(Target(model, layer_ids), stored, spec, by_other_code=True)

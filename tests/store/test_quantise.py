@@ -155,8 +155,7 @@ def test_a_row_equal_to_the_centre_comes_back_exactly(mode):
 def rotated_rows(y_NH, calibration):
     """Rows whose rotated inliers are `y_NH`, small whole numbers."""
     rows_NH = y_NH.astype(np.float32)
-    rows_NH = quantise._rotated(rows_NH, calibration.block, calibration.decode_factor)
-    return rows_NH
+    return quantise._rotated(rows_NH, calibration.block, calibration.decode_factor)
 
 
 def test_a_groups_extreme_lands_on_minus_eight_whatever_its_sign():
