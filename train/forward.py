@@ -22,7 +22,7 @@ from torch.nn.attention import flex_attention as flex
 
 from dflash_pipeline.configs.schema import TrainConfig
 from dflash_pipeline.train.drafter import Drafter, Layer, Norm, Turn
-from dflash_pipeline.train.mask import TILE, Visibility, flex_attend, grouped_attend
+from dflash_pipeline.train.mask import TILE, Visibility, flex_attend, grouped_attend, is_hopper
 from dflash_pipeline.train.shape import DrafterShape
 
 
@@ -95,7 +95,12 @@ class CompiledForward:
         def compiled(function: Any) -> Any:
             return torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
 
-        self._context, self._layer, self._norm = map(compiled, (_context, _layer, _norm))
+        on_hopper = is_hopper(drafter.norm.weight.device)
+
+        def layer(*inputs: Any) -> Tensor:
+            return _layer(*inputs, on_hopper=on_hopper)
+
+        self._context, self._layer, self._norm = map(compiled, (_context, layer, _norm))
 
     @property
     def shape(self) -> DrafterShape:
@@ -160,12 +165,16 @@ def _layer(
     context_JLH: Tensor,
     turn_JL: Turn,
     mask: flex.BlockMask,
+    *,
+    on_hopper: bool,
 ) -> Tensor:
     cos_JL, sin_JL = turn_JL
     context_NGD = layer.self_attn.key_value(
         context_JLH.flatten(0, 1), (cos_JL.flatten(0, 1), sin_JL.flatten(0, 1))
     )
-    attend = flex_attend({layer.self_attn.layer_type: mask}, flex.flex_attention)
+    attend = flex_attend(
+        {layer.self_attn.layer_type: mask}, flex.flex_attention, on_hopper=on_hopper
+    )
     mixed_QH: Tensor = layer(block_QH, turn_Q, context_NGD, attend)
     return mixed_QH
 

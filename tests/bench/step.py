@@ -49,6 +49,7 @@ from dflash_pipeline.train.mask import (
     dense_attend,
     flex_attend,
     grouped_attend,
+    is_hopper,
 )
 from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.optim import Optimizer
@@ -229,7 +230,11 @@ def check(bench: Bench) -> None:
 def _fast_attend(visible: Visibility, layer_type: str) -> Attend:
     if not visible.anchor_A.is_cuda:
         return grouped_attend(visible, [layer_type])
-    return flex_attend({layer_type: visible.block_mask(layer_type)}, compiled_flex())
+    return flex_attend(
+        {layer_type: visible.block_mask(layer_type)},
+        compiled_flex(),
+        on_hopper=is_hopper(visible.anchor_A.device),
+    )
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from dflash_pipeline.train.mask import (
     dense_attend,
     flex_attend,
     grouped_attend,
+    is_hopper,
 )
 from dflash_pipeline.train.shape import FULL, SLIDING
 
@@ -140,8 +141,11 @@ def test_groups_of_blocks_equal_the_dense_way_with_their_gradients(layer_type: s
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("layer_type", KINDS)
-def test_flex_attention_and_its_gradients_equal_the_dense_way(layer_type: str) -> None:
+@pytest.mark.parametrize("width", [64, 128])
+def test_flex_attention_and_its_gradients_equal_the_dense_way(layer_type: str, width: int) -> None:
     torch.manual_seed(0)
+    # float32 tiles of that width do not fit a processor's memory
+    dtype, tolerance = (torch.bfloat16, 5e-2) if width == 128 else (torch.float32, 2e-2)
     compiled = torch.compile(flex_attention, dynamic=True)
     for num_context in (768, 1024, 1280):
         visible = _packed(64, 16, 150, num_context)
@@ -150,15 +154,20 @@ def test_flex_attention_and_its_gradients_equal_the_dense_way(layer_type: str) -
         )
         sizes = [(visible.num_rows, 8), *[(num_context, 2)] * 2, *[(visible.num_rows, 2)] * 2]
         inputs = [
-            torch.randn(rows, heads, 64, device="cuda", requires_grad=True) for rows, heads in sizes
+            torch.randn(rows, heads, width, device="cuda", dtype=dtype, requires_grad=True)
+            for rows, heads in sizes
         ]
         ways = (
             dense_attend({layer_type: visible.dense(layer_type)}),
-            flex_attend({layer_type: visible.block_mask(layer_type)}, compiled),
+            flex_attend(
+                {layer_type: visible.block_mask(layer_type)},
+                compiled,
+                on_hopper=is_hopper(visible.anchor_A.device),
+            ),
         )
         results = []
         for attend in ways:
             mixed = _attended(attend, layer_type, inputs)
             results.append((mixed, *torch.autograd.grad(mixed.square().sum(), inputs)))
         for plain, fast in zip(*results, strict=True):
-            torch.testing.assert_close(fast, plain, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(fast, plain, rtol=tolerance, atol=tolerance)
