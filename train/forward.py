@@ -11,7 +11,7 @@ Q = A x slots drafted rows, G key/value heads, D width of a head.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,7 +86,7 @@ class CompiledForward:
     layer, the target's frozen embedding, has no gradient. One such object a process.
     """
 
-    def __init__(self, drafter: Drafter, backend: str = "inductor") -> None:
+    def __init__(self, drafter: Drafter, backend: str | Callable[..., Any] = "inductor") -> None:
         self._drafter = drafter
 
         # the compiler keeps few versions of a function: those for another drafter must go

@@ -24,6 +24,14 @@ from dflash_pipeline.train.mask import TILE, Visibility
 from dflash_pipeline.train.shape import FULL, SLIDING, DrafterShape
 
 NUM_BLOCKS = 64
+HOPPER_TILES = {
+    "BLOCK_M1": 32,
+    "BLOCK_N1": 64,
+    "BLOCK_M2": 64,
+    "BLOCK_N2": 32,
+    "num_stages": 3,
+    "num_warps": 4,
+}
 
 
 def _batch(num_context: int, shape: DrafterShape, device: str) -> tuple[torch.Tensor, ...]:
@@ -82,6 +90,29 @@ def test_the_compiled_way_gives_the_eager_ones_numbers_and_compiles_once(
     assert counts["unique_graphs"] == num_graphs
     # other code of this process compiles as it would without
     assert symbols.use_duck_shape
+
+
+@torch.no_grad()
+def test_on_hopper_the_kernel_is_told_its_tiles_as_plain_numbers(
+    shape: DrafterShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    told: list[dict[str, object]] = []
+
+    def listen(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.higher_order.flex_attention:
+                told.extend(one for one in node.args if isinstance(one, dict))
+        return graph.forward
+
+    for width, is_hopper in ((128, True), (64, True), (128, False)):
+        monkeypatch.setattr(forward, "is_hopper", lambda device, said=is_hopper: said)
+        drafter = Drafter(replace(shape, num_layers=1, layer_types=(FULL,), head_dim=width))
+        drafter.initialise(0)
+        _run(CompiledForward(drafter, backend=listen), 2 * TILE, "cpu")
+    tiles = [{name: size for name, size in one.items() if "bwd_" in name} for one in told]
+    assert tiles == [{f"bwd_{name}": size for name, size in HOPPER_TILES.items()}, {}, {}]
+    assert {type(size) for size in tiles[0].values()} == {int}
 
 
 @pytest.mark.gpu
