@@ -11,8 +11,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_pipeline.configs.disk import is_full, write_whole
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.jsonfile import read_object
+from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.configs.sizes import size_text
 from dflash_pipeline.store import durable
 from dflash_pipeline.train.export import write_zlab
@@ -30,6 +33,8 @@ from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.tensorfile import write_tensors
 
+FORMAT = 1
+"""Of `state/`, in state.json; one more with each change of what a run that goes on reads there."""
 _STATE = "state"
 _PROGRESS = "state.json"
 _STEP_NAME = re.compile(r"step-(\d{8,})")
@@ -108,7 +113,7 @@ def save(
         write_zlab(aside, shape, masters, trained_on)
         folder.mkdir()
         write_tensors(folder / "state.safetensors", state, {})
-        _write_json(folder / _PROGRESS, asdict(progress))
+        _write_progress(folder, progress)
         for path in (folder, aside):
             durable.sync(path)
     except BaseException as error:
@@ -137,17 +142,25 @@ def save(
 
 def tell(out: Path, progress: Progress) -> None:
     """Let the checkpoint of `progress.step`, which is there, tell what has been reached since."""
-    _write_json(step_directory(out, progress.step) / _STATE / _PROGRESS, asdict(progress))
+    _write_progress(step_directory(out, progress.step) / _STATE, progress)
 
 
 def load(path: Path, device: torch.device) -> tuple[Progress, dict[str, Tensor]]:
     """`state/` of a checkpoint; restores torch's CPU generator.
 
-    ValueError where it is missing, damaged, or holds numbers that are not finite.
+    UsageError where another version of the program wrote it; ValueError where it is missing,
+    damaged, or holds numbers that are not finite.
     """
     folder = path / _STATE
-    try:
+    with _damage_told(path):
         entry = read_object(folder / _PROGRESS)
+    if why := _other_version(entry):
+        raise UsageError(
+            f"{folder} was written by another version of dflash-pipeline ({why}): go on with the "
+            f"version that wrote it ({path.parent / RUN_FILE} names the one that began the run), "
+            f"or begin a new run with another --out, from its weights by --init-from {path}"
+        )
+    with _damage_told(path):
         progress = Progress(**entry | {"position": Position(**entry["position"])})
         tensors = load_file(folder / "state.safetensors", device=str(device))
         generator = tensors.pop("rng").cpu()
@@ -155,12 +168,37 @@ def load(path: Path, device: torch.device) -> tuple[Progress, dict[str, Tensor]]
         if bad:
             raise ValueError(f"{bad[0]} holds NaN or Inf")
         torch.set_rng_state(generator)
+    return progress, tensors
+
+
+@contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(
-            f"{folder} is damaged or not whole ({error}): remove {path} and run the same line "
-            "again, it goes on from the checkpoint before"
+            f"{path / _STATE} is damaged or not whole ({error}): remove {path} and run the same "
+            "line again, it goes on from the checkpoint before"
         ) from error
-    return progress, tensors
+
+
+def _other_version(entry: dict[str, Any]) -> str:
+    """How a whole state.json differs from those that are written today, empty: it does not; takes
+    the format out of it. What a crash leaves is no JSON, so another set of keys is no damage."""
+    # the first ones did not name it, and may hold all the same
+    found = entry.pop("format", FORMAT)
+    if found != FORMAT:
+        return f"{_PROGRESS} has format {found}, this version reads {FORMAT}"
+    differing = _key_differences(Progress, entry)
+    if isinstance(position := entry.get("position"), dict):
+        differing += _key_differences(Position, position, "position.")
+    return f"{_PROGRESS} {', '.join(differing)}" if differing else ""
+
+
+def _key_differences(kind: type, entry: Mapping[str, Any], prefix: str = "") -> list[str]:
+    known = [one.name for one in fields(kind)]
+    lacking = [f"lacks {prefix}{name}" for name in known if name not in entry]
+    return lacking + [f"holds {prefix}{name}" for name in entry if name not in known]
 
 
 def newest(out: Path) -> Path | None:
@@ -210,5 +248,6 @@ def trim_metrics(path: Path, step: int) -> None:
     write_whole(path, b"".join(kept))
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    durable.write_durably(path, json.dumps(content, indent=2).encode())
+def _write_progress(folder: Path, progress: Progress) -> None:
+    content = json.dumps({"format": FORMAT} | asdict(progress), indent=2)
+    durable.write_durably(folder / _PROGRESS, content.encode())

@@ -72,6 +72,13 @@ def check_same(out: Path, run: Run, roots: Sequence[Root] | None) -> None:
     try:
         before = read_object(record)
         recorded, records = from_dict(before["run"]), list(before["stores"])
+    except UsageError as error:
+        # a section or key that this version has not: what a crash leaves is no JSON
+        raise UsageError(
+            f"{record} was written by another version of dflash-pipeline ({error}): go on with the "
+            "version that it names, or begin a new run with another --out, from its weights by "
+            f"--init-from {out}"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{record} is damaged ({error}): what the run was begun with is not known; begin a new "

@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.train import checkpoint
 from dflash_pipeline.train.checkpoint import Progress
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.order import Position
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.takeover import take_over
 from limits import small_files
 
 
@@ -123,6 +125,12 @@ def test_lines_that_a_crash_left_unreadable_are_dropped(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 5}\n{"step": 10}\n'
 
 
+def _told(path: Path, **changes: object) -> None:
+    """A whole state.json with other values; None: without the key."""
+    entry = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in entry.items() if value is not None}))
+
+
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 
@@ -146,7 +154,8 @@ def _not_finite(path: Path) -> None:
         ("state.safetensors", _without_generator),
         ("state.safetensors", _not_finite),
         ("state.safetensors", Path.unlink),
-        ("state.json", lambda path: path.write_text('{"step": 2}')),
+        ("state.json", lambda path: path.write_bytes(path.read_bytes()[:-9])),
+        ("state.json", lambda path: _told(path, position=7)),
         ("state.json", lambda path: path.write_text("[]")),
         ("state.json", lambda path: path.write_bytes(b"\xff")),
         ("state.json", Path.unlink),
@@ -164,3 +173,41 @@ def test_a_damaged_state_is_named_and_the_checkpoint_before_serves(
     found = checkpoint.newest(tmp_path)
     assert found is not None
     assert checkpoint.load(found, torch.device("cpu"))[0] == _progress(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": 2}, "has format 2, this version reads 1"),
+        ({"format": 2, "num_stale": None}, "has format 2, this version reads 1"),
+        # as checkpoints were before they named a format
+        (
+            {"format": None, "schedule_step": None, "num_steps": None},
+            "lacks schedule_step, lacks num_steps",
+        ),
+        ({"num_stale": None, "patience_left": 3}, "lacks num_stale, holds patience_left"),
+        ({"position": {"epoch": 1, "batch": 4}}, "lacks position.segment"),
+    ],
+)
+def test_a_state_of_another_version_is_no_damage_and_its_weights_serve(
+    changes: dict[str, object], told: str, tmp_path: Path, shape: DrafterShape
+) -> None:
+    path = _save(tmp_path, shape, 2)
+    _told(path / "state" / "state.json", **changes)
+    words = rf"another version .*\(state.json {told}\): .*run.json .*--init-from .*-00000002$"
+    with pytest.raises(UsageError, match=words):
+        checkpoint.load(path, torch.device("cpu"))
+    drafter = Drafter(shape)
+    take_over(drafter, str(path))
+    expected = Drafter(shape)
+    expected.initialise(2)
+    assert torch.equal(drafter.norm.weight, expected.norm.weight)
+
+
+def test_a_state_that_names_no_format_but_holds_all_is_read(
+    tmp_path: Path, shape: DrafterShape
+) -> None:
+    path = _save(tmp_path, shape, 2)
+    assert json.loads((path / "state" / "state.json").read_text())["format"] == 1
+    _told(path / "state" / "state.json", format=None)
+    assert checkpoint.load(path, torch.device("cpu"))[0] == _progress(2)

@@ -75,6 +75,19 @@ def test_a_damaged_record_of_a_run_is_named(
         record.begin(out, run, [whole_store.root], resume=True)
 
 
+@pytest.mark.parametrize(("old", "told"), [("epochs", "train.turns"), ("train", "trains")])
+def test_a_record_of_another_version_is_no_damage(
+    old: str, told: str, whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run, out = train_run(), tmp_path / "out"
+    record.begin(out, run, [whole_store.root], resume=False)
+    file = out / "run.json"
+    file.write_text(file.read_text().replace(f'"{old}"', f'"{told.split(".")[-1]}"'))
+    words = rf"written by another version .*{told}.*version that it names.* --init-from {out}$"
+    with pytest.raises(UsageError, match=words):
+        record.begin(out, run, [whole_store.root], resume=True)
+
+
 def test_resume_refuses_another_share_of_a_store(
     whole_store: Store, train_run: Callable[..., Run], tmp_path: Path
 ) -> None:
