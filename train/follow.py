@@ -10,6 +10,7 @@ that are there: while it is trained the other half waits, and then capture fills
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from dflash_pipeline.train.order import (
     rank_batches,
     segment_batches,
     shard_number,
+    steps_of,
 )
 from dflash_pipeline.train.schedule import Shares
 from dflash_pipeline.train.segments import (
@@ -49,6 +51,7 @@ Ints = npt.NDArray[np.int64]
 _LOOK_EVERY_S = 1.0
 # without a new shard for so long, a rolling store is taken to be full
 _STALLED_S = 30.0
+_NO_STEP = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,9 @@ class Draw:
     """Where the run is once this step is done."""
     share: float | None
     """Of the run's planned data before this step; None: no store is followed."""
+    num_left: int
+    """Steps of the epochs after this one, as far as is known by now: each epoch is packed anew, and
+    one that follows stores in parts."""
 
 
 class Draws(Protocol):
@@ -86,11 +92,12 @@ class Order:
         path: Path,
         position: Position,
         say: Callable[[str], None],
+        num_planned: int,
     ) -> None:
         """`path`: OUT/order, read when it is there. `position`: where to begin. `say` is told of
-        steps that are smaller than configured."""
+        steps that are smaller than configured. `num_planned`: steps of the run by its plan."""
         self._samples, self._stores, self._config, self._group = samples, stores, config, group
-        self._position = position
+        self._position, self._num_planned = position, num_planned
         self._batches: list[Ints] | None = None
         self._num_batches: dict[int, int] = {}
         self._is_last = False
@@ -144,7 +151,8 @@ class Order:
         own = rank_batches(self._batches, at.batch, group.rank, group.world, config.accumulate)
         end = min(at.batch + group.world * config.accumulate, len(self._batches))
         self._position = Position(at.epoch, at.segment, end)
-        return Draw(at.epoch, tuple(own), self._position, self._share_before(at))
+        share, num_left = self._share_before(at), self._num_left(self._position)
+        return Draw(at.epoch, tuple(own), self._position, share, num_left)
 
     def _share_before(self, at: Position) -> float | None:
         if self._following is None:
@@ -152,6 +160,20 @@ class Order:
         assert self._batches is not None
         within = self._share * at.batch / len(self._batches)
         return (at.epoch + self._shares_before + within) / self._config.epochs
+
+    def _num_left(self, after: Position) -> int:
+        """Steps from there to the run's end: of what is not packed yet by the plan, or as many as
+        of the epoch at hand."""
+        config, world = self._config, self._group.world
+        assert self._batches is not None
+        left = steps_of(len(self._batches) - after.batch, world, config.accumulate)
+        num_epochs = config.epochs - after.epoch - 1
+        if self._following is None or after.epoch > 0:
+            return left + num_epochs * steps_of(len(self._batches), world, config.accumulate)
+        unseen = 0.0 if self._is_last else 1 - self._shares_before - self._share
+        coming = self._num_planned / config.epochs * (num_epochs + unseen)
+        # of all shards the shares add up to 1 but for rounding, which is no step
+        return left + math.ceil(coming - _NO_STEP)
 
     def _enter(self, at: Position, wants_stop: bool) -> bool:
         """Pack the segment at `at`; False: it is not known yet, or the run stops here."""

@@ -59,12 +59,10 @@ class Journal:
         run: Run,
         stores: Sequence[Store],
         samples: Catalog,
-        last_step: int,
         clock: Clock,
     ) -> None:
-        """`last_step`: of the run, by its plan."""
         self._log, self._group, self._run = log, group, run
-        self._stores, self._samples, self._last_step = stores, samples, last_step
+        self._stores, self._samples = stores, samples
         self._out, self._clock = out, clock
         self.speed = Speed(group.world)
         self._drawn: list[tuple[int, Draw]] = []
@@ -115,8 +113,6 @@ class Journal:
         metrics: Metrics,
         optimizer: Optimizer,
         feed: Feed,
-        *,
-        is_end: bool = False,
     ) -> None:
         """Say how the steps since the last line went. ValueError after too many bad steps."""
         self._clock.stage_now = "log line"
@@ -174,7 +170,7 @@ class Journal:
         record |= {f"{name}_ms": 1e3 * s / len(self._drawn) for name, s in stage_s.items()}
         if self._run.loss.needs_last:
             record |= {"kl": summary.kl, "overlap": summary.overlap}
-        self._tell(step, summary, record, is_end)
+        self._tell(step, summary, record)
         self._name_bad_steps(health)
         self._drawn.clear()
 
@@ -196,7 +192,7 @@ class Journal:
             self._told_of.add(why)
             self._log.say(f"step {step}: left out of the validation: {why}")
 
-    def _tell(self, step: int, summary: Summary, record: dict[str, object], is_end: bool) -> None:
+    def _tell(self, step: int, summary: Summary, record: dict[str, object]) -> None:
         # JSON has no NaN: a number that is not finite is null, and not shown
         numbers = {
             name: value
@@ -209,9 +205,7 @@ class Journal:
         }
         shown = {"slot1": summary.accuracy_by_slot[0]}
         shown |= {short: numbers[name] for short, name in _SHOWN.items() if name in numbers}
-        # a run that follows a growing store may take more steps than planned: how many is not known
-        total = max(self._last_step, step) if is_end or step <= self._last_step else 0
-        self._log.progress(step, total, "steps", **shown)
+        self._log.progress(step, self._last_step(step), "steps", **shown)
         if self._group.rank == 0:
             self._log.metrics(plain, self._out / "metrics.jsonl")
         if self._board is not None:
@@ -219,6 +213,11 @@ class Journal:
                 self._board.add_scalar(name, value, step)
             for slot, accuracy in enumerate(summary.accuracy_by_slot, start=1):
                 self._board.add_scalar(f"accuracy/slot{slot:02d}", accuracy, step)
+
+    def _last_step(self, step: int) -> int:
+        """Of the run, as far as its order knows by now."""
+        last = step + self._drawn[-1][1].num_left
+        return min(last, self._run.train.max_steps or last)
 
     def _name_bad_steps(self, health: Health) -> None:
         last = ""

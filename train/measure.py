@@ -184,7 +184,7 @@ class _Draws:
         for _ in range(self._accumulate):
             chosen.append(self._kinds[0][0])
             self._kinds[0].rotate(-1)
-        return Draw(0, tuple(chosen), Position(0, 0, 0), None)
+        return Draw(0, tuple(chosen), Position(0, 0, 0), None, 0)
 
 
 @dataclass(frozen=True, slots=True)

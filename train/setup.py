@@ -176,7 +176,6 @@ def build(
         checkpoint.trim_metrics(out / "metrics.jsonl", progress.step)
         if found is not None:
             saver.found(progress)
-    last_step = progress.step + num_steps - progress.schedule_step
     clock = Clock(device)
     return Training(
         run=run,
@@ -189,7 +188,7 @@ def build(
         head=TargetHead.from_store(stores[0], shape, device, dtype),
         optimizer=optimizer,
         metrics=Metrics(shape.block_size, device),
-        journal=Journal(out, log, group, run, stores, samples, last_step, clock),
+        journal=Journal(out, log, group, run, stores, samples, clock),
         saver=saver,
         clock=clock,
         noise=Noise(run.train, group.rank, device),

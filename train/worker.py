@@ -53,8 +53,9 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             if group.rank == 0 and not resume:
                 record.withdraw(out)
             raise
-        position = training.progress.position
-        order = Order(samples, stores, run.train, group, out / ORDER_FILE, position, log.say_once)
+        position, num_planned = training.progress.position, training.progress.num_steps
+        path, say = out / ORDER_FILE, log.say_once
+        order = Order(samples, stores, run.train, group, path, position, say, num_planned)
         if order.is_following:
             log.say_once("the store is still being captured: following it")
         training.consumption = Consumption(stores, order, out, position, group.rank)
@@ -152,7 +153,7 @@ def _learn(
         if vote.is_carried(votes):
             return True
     if journal.has_steps:
-        journal.line(training.progress.step, lr, metrics, optimizer, feed, is_end=True)
+        journal.line(training.progress.step, lr, metrics, optimizer, feed)
     return order.is_stopped
 
 

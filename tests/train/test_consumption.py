@@ -28,7 +28,7 @@ from dflash_pipeline.train.export import write_zlab
 from dflash_pipeline.train.follow import Draw, Order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.journal import Journal, awaited
-from dflash_pipeline.train.order import Position, catalog, shard_number
+from dflash_pipeline.train.order import Position, catalog, planned_steps, shard_number
 from dflash_pipeline.train.segments import Shard
 from dflash_pipeline.train.shape import DrafterShape
 
@@ -61,7 +61,9 @@ def order_of(
         samples = catalog([store.table], parse_stores(run.train.stores), run.train)
         (tmp_path / "out").mkdir(exist_ok=True)
         path, group = tmp_path / "out" / "order", Group(place, 5.0)
-        return Order(samples, [store], run.train, group, path, position, said.append), said
+        planned = planned_steps(samples, run.train, 1)
+        order = Order(samples, [store], run.train, group, path, position, said.append, planned)
+        return order, said
 
     return make
 

@@ -46,6 +46,7 @@ def feed_of(
             tmp_path / "order",
             Position(0, 0, 0),
             print,
+            num_planned=0,
         )
         access = feed_access([whole_store], run.feed, print)
         arguments = (run, shape, CPU, torch.float32, poison, access, Clock(CPU))

@@ -54,7 +54,9 @@ def order_of(train_run: Callable[..., Run], tmp_path: Path) -> Callable[..., Ord
         config = replace(train_run().train, **changes)
         samples = catalog([store.table], parse_stores(config.stores), config)
         group = (board or Board()).group(rank, world)
-        return Order(samples, [store], config, group, tmp_path / "order", position, print)
+        num_planned = planned_steps(samples, config, world)
+        path = tmp_path / "order"
+        return Order(samples, [store], config, group, path, position, print, num_planned)
 
     return make
 
@@ -82,6 +84,22 @@ def test_a_whole_store_needs_no_record(
     assert not (tmp_path / "order").exists()
     assert sorted(_drawn(draws, 0)) == sorted(_drawn(draws, 1))
     assert _drawn(draws, 0) != _drawn(draws, 1)
+
+
+def test_each_step_tells_how_many_come_and_an_epoch_is_packed_anew(
+    whole_store: Store, order_of: Callable[..., Order]
+) -> None:
+    changes = {"epochs": 3, "batch_anchors": 8}
+    draws = _all(order_of(whole_store, world=2, **changes))
+    epochs = np.array([draw.epoch for draw in draws])
+    sizes = np.bincount(epochs)
+    for number, draw in enumerate(draws):
+        in_epoch = number - sizes[: draw.epoch].sum()
+        left_of_epoch = sizes[draw.epoch] - in_epoch - 1
+        assert draw.num_left == left_of_epoch + (2 - draw.epoch) * sizes[draw.epoch]
+    assert draws[-1].num_left == 0
+    rest = _all(order_of(whole_store, world=2, position=draws[4].after, **changes))
+    assert [draw.num_left for draw in rest] == [draw.num_left for draw in draws[5:]]
 
 
 def test_any_position_is_where_the_rest_begins(
@@ -185,6 +203,16 @@ def test_each_step_of_a_followed_store_tells_the_share_of_the_plan_before_it(
     # the second epoch is one packing of all
     assert second[0] == 0.5
     assert np.diff(shares[len(first) :]) == pytest.approx(shares[-1] - shares[-2])
+    # how many steps come is the plan's to say until the last segment is known
+    num_planned = planned_steps(samples, config, 2)
+    told = [number + draw.num_left for number, draw in enumerate(draws[0], start=1)]
+    assert told == [number + draw.num_left for number, draw in enumerate(draws[1], start=1)]
+    assert abs(told[0] - num_planned) <= 2
+    # what each shard came to more than the plan adds up
+    assert np.all(np.diff(told[: len(first)]) >= 0)
+    second_planned = num_planned // 2
+    assert told[len(first) - 1] == len(first) + second_planned
+    assert set(told[len(first) :]) == {len(draws[0])}
     # what a step trains is what the schedule goes on by
     filled_C = np.maximum(
         samples.num_tokens_C / config.batch_tokens, samples.num_anchors_C / config.batch_anchors

@@ -76,7 +76,7 @@ def test_a_batch_holds_what_the_store_decodes(
     samples = catalog([store.table], parse_stores(run.train.stores), run.train)
     position = Position(0, 0, 0)
     order = Order(
-        samples, [store], run.train, Group(place, 5.0), tmp_path / "order", position, print
+        samples, [store], run.train, Group(place, 5.0), tmp_path / "order", position, print, 0
     )
     columns = [(1, 3, 5).index(layer_id) for layer_id in layer_ids]
     num_seen = 0

@@ -52,7 +52,7 @@ def test_gradients_leave_within_the_last_backward_and_a_wish_to_stop_is_asked_fo
         progress=replace(at_the_beginning(8), step=7, schedule_step=2),
     )
     samples = torch.zeros(1).numpy()
-    draw = Draw(0, (samples,) * num_batches, Position(0, 0, 0), None)
+    draw = Draw(0, (samples,) * num_batches, Position(0, 0, 0), None, 0)
     feed: Any = SimpleNamespace(batches=batches)
     lr, votes = window.take_step(training, feed, draw, 8, lambda: len(done) >= 2 * num_batches)
     learnt: list[Any] = [

@@ -23,6 +23,7 @@ from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
 from dflash_pipeline.configs.place import POISON_VARIABLE, Place
 from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, OptimConfig, Run
+from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.train import follow, window, worker
@@ -30,6 +31,7 @@ from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.loading import read_checkpoint
+from dflash_pipeline.train.order import catalog, planned_steps
 from dflash_pipeline.train.replay import held_out
 
 # torch 2.11 warns about its own use of deprecated calls when it compiles
@@ -134,26 +136,59 @@ def test_a_killed_run_goes_on_bit_by_bit(
     assert [record["step"] for record in records if "loss" in record] == [3, 6, 9, 12]
 
 
-def test_a_run_of_more_steps_than_planned_is_complete_at_its_end_alone(
-    whole_store: Store, train_run: Callable[..., Run], place: Place, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "max_steps"), [("in parts", 0), ("in parts", 7), ("bad samples", 0), ("whole", 0)]
+)
+def test_the_steps_of_a_run_are_told_as_they_are_known_and_all_of_them_at_its_end(
+    kind: str,
+    max_steps: int,
+    tiny: Any,
+    train_plan: Any,
+    growing_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As one that follows a growing store: 80 of 80 steps were shown, and then 84 were trained."""
+    """A plan counts on samples that capture refuses, and on the first epoch's packing where others
+    or parts have more: 80 of 80 steps were shown before the 84th, and 1,158 of 1,160 at the end."""
+    monkeypatch.setattr(follow, "_LOOK_EVERY_S", 0.0)
     told: list[tuple[float, float]] = []
-    begin, before = Journal.__init__, RunLog.progress
-
-    def planned(self: Journal, *arguments: Any) -> None:
-        *others, _, clock = arguments
-        begin(self, *others, 4, clock)
+    before = RunLog.progress
 
     def progress(self: RunLog, done: float, total: float, unit: str, **numbers: float) -> None:
         if unit == "steps":
             told.append((done, total))
         before(self, done, total, unit, **numbers)
 
-    monkeypatch.setattr(Journal, "__init__", planned)
+    def capture(_self: Journal) -> None:
+        growing_store.refresh()
+        if growing_store.is_complete:
+            growing_store.seal()
+        else:
+            tiny.capture(train_plan, growing_store, most=1)
+
     monkeypatch.setattr(RunLog, "progress", progress)
-    worker.main(train_run(max_steps=8, epochs=9, log_every=3), place, NEW)
-    assert told == [(3, 4), (6, 0), (8, 8)]
+    monkeypatch.setattr(Journal, "waiting", capture)
+    if kind != "in parts":
+        bad = dict.fromkeys(range(8), "not_finite") if kind == "bad samples" else {}
+        tiny.capture(train_plan, growing_store, bad=bad)
+        growing_store.seal()
+    run = train_run(epochs=2, log_every=3, max_steps=max_steps)
+    worker.main(run, place, NEW)
+    samples = catalog([growing_store.table], parse_stores(run.train.stores), run.train)
+    num_planned = planned_steps(samples, run.train, 1)
+    *earlier, (done, total) = told
+    assert done == total
+    assert all(done < total for done, total in earlier)
+    if kind == "in parts" and not max_steps:
+        assert total > num_planned
+    elif kind == "bad samples":
+        assert total < num_planned
+    elif max_steps:
+        assert {total for _, total in told} == {max_steps}
+    else:
+        # the first epoch is packed as planned
+        assert told[0] == (3, num_planned)
 
 
 def test_masters_are_taken_before_weights_are_rounded(
@@ -385,12 +420,6 @@ def test_the_learning_rate_of_a_run_that_follows_ends_with_its_data_or_its_limit
 ) -> None:
     """Shard by shard, so that there are more steps than planned: none of them learns nothing."""
     monkeypatch.setattr(follow, "_LOOK_EVERY_S", 0.0)
-    num_planned = list[int]()
-    before = Journal.__init__
-
-    def planned(self: Journal, *arguments: Any) -> None:
-        num_planned.append(arguments[6])
-        before(self, *arguments)
 
     def capture(_self: Journal) -> None:
         """Whatever is waited for."""
@@ -400,7 +429,6 @@ def test_the_learning_rate_of_a_run_that_follows_ends_with_its_data_or_its_limit
         else:
             growing_store.seal()
 
-    monkeypatch.setattr(Journal, "__init__", planned)
     monkeypatch.setattr(Journal, "waiting", capture)
     run = train_run(epochs=1, log_every=1, max_steps=max_steps)
     run = replace(run, optim=OptimConfig(schedule="linear", warmup=0.0, lr=1e-3))
@@ -408,7 +436,8 @@ def test_the_learning_rate_of_a_run_that_follows_ends_with_its_data_or_its_limit
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if "lr" in record]
     rates = np.array([record["lr"] for record in records]) / 1e-3
-    (num_planned,) = num_planned
+    samples = catalog([growing_store.table], parse_stores(run.train.stores), run.train)
+    num_planned = planned_steps(samples, run.train, 1)
     assert rates[0] == 1.0
     assert np.all(np.diff(rates) < 0)
     if max_steps:
