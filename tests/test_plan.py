@@ -250,6 +250,10 @@ def test_the_answers_steps_are_those_of_the_longest_of_each_batch() -> None:
     assert counting.answer_steps(lengths[:1], 32) == lengths[0]
 
 
+def test_a_captured_batch_costs_by_its_places_and_by_what_each_may_see() -> None:
+    assert counting.amounts(3, 64) == [1.0, 192.0, 3 * 64 * 64]
+
+
 def test_the_sample_of_the_data_does_not_depend_on_their_order(
     folder: Path,
 ) -> None:

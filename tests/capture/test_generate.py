@@ -285,6 +285,35 @@ def test_a_batch_that_does_not_fit_is_halved(
     assert answers(run) == wanted
 
 
+@pytest.mark.parametrize(
+    ("num_batches", "wanted"),
+    [
+        # memory that will not do is found out at once
+        (16, [["p5", "p4", "p3"], ["p2", "p1", "p0"], ["two"]]),
+        (1, [["p2", "p1", "p0"], ["p5", "p4", "p3"], ["two"]]),
+    ],
+)
+def test_the_longest_prompts_of_a_window_come_first(
+    num_batches: int,
+    wanted: list[list[str]],
+    tmp_path: Path,
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[list[str]] = []
+    before = Answerer.answer
+
+    def answer(self: Answerer, batch: list[Dialogue], tell: Callable[[int], None]) -> int:
+        asked.append([dialogue.key for dialogue in batch])
+        return before(self, batch, tell)
+
+    monkeypatch.setattr(generate, "_WINDOW_BATCHES", num_batches)
+    monkeypatch.setattr(Answerer, "answer", answer)
+    generate.main(run_of(tmp_path, target), place_of(tmp_path), {})
+    # the first is the rehearsal's
+    assert asked[1:] == wanted
+
+
 def test_prompts_that_are_too_long_or_have_no_question_are_left_out(
     tmp_path: Path, target: str
 ) -> None:

@@ -304,6 +304,26 @@ def test_what_is_used_is_told_once_the_checkpoint_is_durable_and_not_when_it_is_
     assert int(after.used.sum()) == begun.store.num_released == 3
 
 
+def test_a_checkpoint_is_awaited_where_a_full_store_would_find_room_by_it(begun: Begun) -> None:
+    store, part, last = begun.store, begun.part, begun.draws[-1].after
+
+    def told(state: str) -> tuple[bool, bool]:
+        status = new_status("capture", 0, "cpu")
+        status.state = state
+        write_status(f"{store.path}.logs", status)
+        return part.is_owed(last), part.is_awaited(last)
+
+    assert (part.is_owed(last), part.is_awaited(last)) == (True, False)
+    # there is room, or nobody who would use it: train.save_every is soon enough
+    assert told("running") == (True, False)
+    assert told("done") == (True, False)
+    assert told("waiting") == (True, True)
+    # nothing was used, or it was told
+    assert not part.is_awaited(START)
+    part.telling(last)()
+    assert told("waiting") == (False, False)
+
+
 def test_of_two_runs_the_slower_one_decides(begun: Begun) -> None:
     store, order, part, last = begun.store, begun.order, begun.part, begun.draws[-1]
     _write_other(store, has_used=False)
