@@ -152,7 +152,7 @@ class Worker:
     def _run_plain(self, why: str) -> None:
         """Take the compiled layers out; shards are judged anew."""
         self._target.is_compiled = self._is_gated = False
-        self._target.versions.clear()
+        self._gated_versions = frozenset()
         if self._timed is not None:
             self._timed.clear()
         self._log.say(f"compiled layers do not serve ({why}): they run plain from here on")
@@ -172,6 +172,7 @@ class Worker:
         store = self._store
         tally = _Tally(lease.shard_id, np.zeros(store.spec.num_amax, np.float32))
         self._writer.begin(lease)
+        self._target.versions.clear()
         for batch in store.table.batches_of(lease.shard_id):
             self.beat()
             buffer = self._offload.device_buffer()
@@ -252,11 +253,12 @@ class Worker:
         # int4's signed scales put each group's extreme on -8: nothing is ever cut off
         clipped_L = np.zeros(store.spec.num_amax, np.uint32)
         versions = frozenset(self._target.versions)
-        if self._is_gated and versions == self._gated_versions:
-            writer.submit(tally.amax_L, clipped_L, tally.bad, halved=tally.is_halved)
+        rows = tally.amax_L, clipped_L, tally.bad
+        if self._is_gated and versions <= self._gated_versions:
+            writer.submit(*rows, halved=tally.is_halved, compiled=bool(versions))
             self._submitted[tally.shard_id] = (tally.num_tokens, len(tally.bad))
             return
-        writer.finish(tally.amax_L, clipped_L, tally.bad, halved=tally.is_halved)
+        writer.finish(*rows, halved=tally.is_halved, compiled=bool(versions))
         samples = store.table.of_shard(tally.shard_id)
         good = [i for i in range(samples.start, samples.stop) if i not in tally.bad]
         if good:
@@ -274,7 +276,7 @@ class Worker:
                 by_other_code=bool(versions),
             ):
                 self._log.say(f"gate: {line}")
-            self._is_gated, self._gated_versions = True, versions
+            self._is_gated, self._gated_versions = True, self._gated_versions | versions
         writer.commit()
         self.refresh()
 

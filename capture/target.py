@@ -86,7 +86,7 @@ class Target:
         self.is_compiled = False
         """`run` goes through compiled layers; set back, it goes through the plain ones again."""
         self.versions: set[int] = set()
-        """Those of the compiled layers that `run` has gone through."""
+        """Those of the compiled layers that `run` has gone through since they were cleared."""
         self._take: Take | None = None
         for place, layer_id in enumerate(self.layer_ids):
             self.layers[layer_id].register_forward_hook(self._giving(place))

@@ -30,6 +30,7 @@ from dflash_pipeline.store.build import plan_lock
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.quota import Room
 from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.report import compiled_text
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.writer import StoreWriter
 
@@ -77,6 +78,11 @@ def work(run: Run, place: Place, files: TargetFiles) -> None:
             log.say(f"compiled layers served {100 * served.share:.1f} % of the batches' layers")
     seal(store, run.capture)
     num_bad = int(np.count_nonzero(store.state_N))
+    records = [store.commit_of(shard_id) for shard_id in store.layout.shard_ids()]
+    num_compiled = sum(record is not None and record.is_compiled for record in records)
+    if 0 < num_compiled < len(records):
+        # a worker gave its compiled layers up, or a later start had other settings
+        log.say(compiled_text(num_compiled, len(records)))
     log.say(
         f"{store.path} is complete: {len(store.table):,} samples, "
         f"{int(store.table.num_tokens.sum()):,} tokens" + (f", {num_bad} bad" if num_bad else "")

@@ -22,8 +22,9 @@ VERSION = 1
 """Version of the record."""
 COMMITTED, RELEASED = 1, 2
 """Values of the field `state`: its data is there; its data was used and deleted."""
-HALVED = 1
-"""Bit of the field `flags`: a batch was halved after running out of memory."""
+HALVED, COMPILED = 1, 2
+"""Bits of the field `flags`: a batch was halved after running out of memory; compiled layers of
+the target computed rows."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,6 +53,8 @@ class Commit:
     """Place of each sample's state in SAMPLE_STATES."""
     is_halved: bool
     """A batch was halved after running out of memory: exempt from bit identity."""
+    is_compiled: bool
+    """Compiled layers of the target computed rows, which round otherwise than the plain ones."""
     state: int = COMMITTED
     """COMMITTED or RELEASED."""
 
@@ -96,7 +99,7 @@ def pack(record: Commit, spec: StoreSpec, layout: Layout, bucket: int) -> Words:
     values: dict[str, Any] = {
         "state": record.state,
         "version": VERSION,
-        "flags": HALVED * record.is_halved,
+        "flags": HALVED * record.is_halved | COMPILED * record.is_compiled,
         "rows": record.rows,
         "last_rows": record.last_rows,
         "hidden_bytes": _halves(record.hidden_bytes),
@@ -131,6 +134,7 @@ def unpack(words: Words, spec: StoreSpec, layout: Layout, bucket: int) -> Commit
         last_crcs=part["last_crcs"][: -(-last_rows // layout.chunk_rows)],
         states=np.ascontiguousarray(part["states"]).view(np.uint8),
         is_halved=bool(part["flags"][0] & HALVED),
+        is_compiled=bool(part["flags"][0] & COMPILED),
     )
 
 

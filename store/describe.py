@@ -155,6 +155,7 @@ def _bucket(store: Store, records: Records, bucket: int) -> dict[str, Any]:
         "shards": num_shards,
         "committed_shards": len(mine),
         "released_shards": len(released),
+        "compiled_shards": sum(record.is_compiled for record in mine),
         "committed_tokens": rows,
         "fill": rows / max(1, len(mine) * store.layout.rows_per_shard),
         "bytes": data,
@@ -164,7 +165,7 @@ def _bucket(store: Store, records: Records, bucket: int) -> dict[str, Any]:
 
 
 def _total(store: Store, buckets: list[dict[str, Any]]) -> dict[str, Any]:
-    shards = ("shards", "committed_shards", "released_shards")
+    shards = ("shards", "committed_shards", "released_shards", "compiled_shards")
     names = ("samples", "tokens", *shards, "committed_tokens", "bytes", "released_bytes")
     total: dict[str, Any] = {name: sum(bucket[name] for bucket in buckets) for name in names}
     rows, num_states = total["committed_tokens"], store.spec.num_amax

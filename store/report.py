@@ -58,6 +58,8 @@ def _head(found: Mapping[str, Any]) -> list[str]:
             f"released: {total['released_shards']} shards ({size_text(total['released_bytes'])}), "
             "used by every training run and deleted"
         )
+    if total["compiled_shards"]:
+        lines.append(compiled_text(total["compiled_shards"], total["committed_shards"]))
     if progress["tokens_left"]:
         lines.append(_rate(progress))
     named = [name for name in ("dropped", "bad") if found[name]]
@@ -73,6 +75,16 @@ def progress_text(found: Mapping[str, Any]) -> str:
         f"{found['state']}: {total['committed_shards']} of {total['shards']} shards, "
         f"{total['committed_tokens']} of {total['tokens']} tokens, "
         f"{size_text(total['bytes'])}{rate}{waiting}"
+    )
+
+
+def compiled_text(num_compiled: int, num_committed: int) -> str:
+    """Which of the committed shards hold rows by compiled layers, where some do."""
+    if num_compiled == num_committed:
+        return "rows by compiled layers: all shards"
+    return (
+        f"rows by compiled layers: {num_compiled} of {num_committed} shards; those of the others "
+        "by plain ones, which round otherwise (the gate judged both)"
     )
 
 

@@ -80,15 +80,17 @@ class StoreWriter:
         bad: Mapping[int, str],
         *,
         halved: bool,
+        compiled: bool = False,
     ) -> None:
         """Wait until the shard's files are whole, synced and renamed; it is not committed yet.
 
         amax float32 [num_amax]: largest |x| of each layer, then of `last`, over good samples;
         clipped uint32 [num_amax]; bad: reason (SAMPLE_STATES) of each bad sample, whose rows are
-        erased; halved: a batch was halved after running out of memory.
+        erased; halved: a batch was halved after running out of memory; compiled: compiled layers
+        computed rows.
         """
         shard = self._current()
-        self._queue(shard, lambda: shard.finish(amax, clipped, bad, halved))
+        self._queue(shard, lambda: shard.finish(amax, clipped, bad, halved, compiled))
         self._queue(shard, shard.publish)
         self.wait()
 
@@ -111,6 +113,7 @@ class StoreWriter:
         bad: Mapping[int, str],
         *,
         halved: bool,
+        compiled: bool = False,
     ) -> None:
         """Finish and commit in the background and return at once; see `finish` for the arguments.
 
@@ -123,7 +126,7 @@ class StoreWriter:
             shard.commit()
 
         def finish() -> None:
-            shard.finish(amax, clipped, bad, halved)
+            shard.finish(amax, clipped, bad, halved, compiled)
             if self._closing is not None:
                 self._closing.result()
             self._closing = self._closer.submit(self._run, shard, close, lambda: None)
@@ -245,6 +248,7 @@ class _OpenShard:
         clipped: NDArray[Any],
         bad: Mapping[int, str],
         halved: bool,
+        compiled: bool,
     ) -> None:
         store, shard_id, table = self.store, self.lease.shard_id, self.store.table
         expected = table.rows_of(shard_id)
@@ -278,6 +282,7 @@ class _OpenShard:
             last_crcs=crcs[1] if len(crcs) > 1 else np.empty(0, np.uint32),
             states=states,
             is_halved=halved,
+            is_compiled=compiled,
         )
 
     def publish(self) -> None:

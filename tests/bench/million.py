@@ -156,6 +156,7 @@ def write_rows(store: Store, shard_id: ShardId) -> None:
         last_crcs=np.zeros(num_chunks, np.uint32),
         states=np.zeros(samples.stop - samples.start, np.uint8),
         is_halved=False,
+        is_compiled=False,
     )
     words = commit.pack(record, store.spec, store.layout, shard_id.bucket)
     (store.path / names[2]).write_bytes(words.tobytes())

@@ -33,7 +33,10 @@ from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.store.check import verify
-from dflash_pipeline.store.reader import open_store
+from dflash_pipeline.store.describe import describe
+from dflash_pipeline.store.reader import Store, open_store
+from dflash_pipeline.store.report import render
+from dflash_pipeline.store.spec import ShardId
 from places import cpu_place
 from tiny_targets import EVERY_FAMILY
 
@@ -341,6 +344,7 @@ def test_compiled_layers_that_are_wrong_are_given_up_under_auto(
     whole = replace(whole, capture=replace(whole.capture, compile="off"))
     _captured(whole, tmp_path / "off")
     one, other = open_store(run.store.path), open_store(whole.store.path)
+    assert _compiled_shards(one) == set()
     assert not one.state_N.any()
     for sample in range(len(one.table)):
         np.testing.assert_array_equal(one.hidden(sample), other.hidden(sample))
@@ -374,6 +378,47 @@ def test_compiled_layers_that_raise_are_given_up_under_auto(
     told = "compiled layers do not serve (RuntimeError: no such kernel): they run plain"
     assert told in capsys.readouterr().out
     assert verify(str(tmp_path / "hs"), deep=True).problems == []
+
+
+@pytest.mark.usefixtures("auto_here", "traced")
+def test_a_store_tells_which_shards_were_computed_before_compiled_layers_were_given_up(
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = _auto(_run(make_target_dir("qwen3"), tmp_path))
+    planning.main(run, cpu_place(tmp_path / "hs.logs", "plan"), _extra())
+    compile_traced, first = worker.compile_layers, set[ShardId]()
+
+    def failing(target: Target, shapes: Any) -> Served:
+        served, forward = compile_traced(target, shapes), target.run
+
+        def fail(ids_BT: torch.Tensor, take: Any) -> torch.Tensor:
+            if target.is_compiled and len(ids_BT) > 1:
+                first.update(_compiled_shards(open_store(run.store.path)))
+                if first:
+                    raise RuntimeError("no such kernel")
+            return forward(ids_BT, take)
+
+        monkeypatch.setattr(target, "run", fail)
+        return served
+
+    monkeypatch.setattr(worker, "compile_layers", failing)
+    worker.main(run, cpu_place(tmp_path / "hs.logs", "capture"), {})
+    store = open_store(run.store.path)
+    num_shards = len(store.layout.shard_ids())
+    assert _compiled_shards(store) == first
+    assert 0 < len(first) < num_shards
+    told = f"rows by compiled layers: {len(first)} of {num_shards} shards; those of the others"
+    assert told in capsys.readouterr().out
+    assert told in render(describe(run.store.path))
+    assert verify(run.store.path, deep=True).problems == []
+
+
+def _compiled_shards(store: Store) -> set[ShardId]:
+    records = {shard_id: store.commit_of(shard_id) for shard_id in store.layout.shard_ids()}
+    return {shard_id for shard_id, record in records.items() if record and record.is_compiled}
 
 
 @pytest.mark.usefixtures("traced")
@@ -441,6 +486,11 @@ def test_a_capture_with_compiled_layers_passes_the_gate_and_compiles_nothing_aft
     told = f"compiled layers served {100 * share:.1f} % of the batches' layers"
     assert share > 0
     assert told in capsys.readouterr().out
+    # sequences alone are the plain layers' to compute
+    by_shard = {one: store.table.batches_of(one) for one in store.layout.shard_ids()}
+    assert _compiled_shards(store) == {
+        one for one, batches in by_shard.items() if any(b.stop - b.start > 1 for b in batches)
+    }
 
 
 @pytest.mark.gpu

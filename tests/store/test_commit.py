@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ def record(num_states: int) -> Commit:
         last_crcs=np.array([7], np.uint32),
         states=np.arange(num_states, dtype=np.uint8) % 4,
         is_halved=True,
+        is_compiled=False,
     )
 
 
@@ -39,10 +41,18 @@ def test_a_record_survives_its_words(plan: Any) -> None:
     after = unpack(words, plan.spec, plan.layout, 1)
     assert len(words) == commit.width(plan.spec, plan.layout, 1)
     assert after.states[:3].tolist() == [0, 1, 2]
-    for name in ("rows", "last_rows", "hidden_bytes", "last_bytes", "token_crcs", "is_halved"):
+    for name in ("rows", "last_rows", "hidden_bytes", "last_bytes", "token_crcs"):
         assert getattr(after, name) == getattr(before, name)
     for name in ("amax", "clipped", "hidden_crcs", "last_crcs"):
         assert getattr(after, name).tolist() == getattr(before, name).tolist()
+
+
+@pytest.mark.parametrize("is_halved", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_marks_of_a_shard_are_told_apart(is_halved: bool, is_compiled: bool, plan: Any) -> None:
+    marked = replace(record(3), is_halved=is_halved, is_compiled=is_compiled)
+    found = unpack(pack(marked, plan.spec, plan.layout, 1), plan.spec, plan.layout, 1)
+    assert (found.is_halved, found.is_compiled) == (is_halved, is_compiled)
 
 
 def test_each_changed_byte_is_seen(plan: Any) -> None:

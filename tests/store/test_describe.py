@@ -57,6 +57,14 @@ def test_only_what_quantising_saves_is_called_smaller(store: Store) -> None:
         assert (f"{ratio:.2f}x smaller than bf16" in render(found)) == is_told
 
 
+def test_rows_by_compiled_layers_are_told_where_there_are_some(store: Store) -> None:
+    found = describe(store.path)
+    assert "rows by compiled layers" not in render(found)
+    for count, told in ((3, "3 of 8 shards; those of the others by plain ones"), (8, "all shards")):
+        found["total"]["compiled_shards"] = count
+        assert f"rows by compiled layers: {told}" in render(found)
+
+
 def test_a_growing_store_says_how_far_it_is(empty_store: Store) -> None:
     found = describe(empty_store.path)
     assert found["state"] == "growing"

@@ -42,7 +42,7 @@ def test_a_finished_shard_reads_back_and_exists_only_once_committed(
     with StoreWriter(empty_store, leases, depth=2) as writer:
         lease = leases.acquire(SHARD)
         amax = tiny.put_shard(plan, writer, lease)
-        writer.finish(amax, clipped(plan), {}, halved=True)
+        writer.finish(amax, clipped(plan), {}, halved=True, compiled=True)
         for i in range(len(plan.table))[plan.table.of_shard(SHARD)]:
             hidden_TKR, last_MR = writer.read_back(i)
             assert (decode(hidden_TKR, "bf16") == plan.rows_of(i)[0]).all()
@@ -55,6 +55,7 @@ def test_a_finished_shard_reads_back_and_exists_only_once_committed(
         assert empty_store.refresh() == [SHARD]
     record = empty_store.commit_of(SHARD)
     assert record.is_halved
+    assert record.is_compiled
     assert (record.amax == amax).all()
     assert not record.states.any()
 
