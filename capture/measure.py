@@ -213,10 +213,10 @@ class _Heard(Silence):
 
     def busy(self) -> float:
         """The device's share of the time, after the gate, in which the disk let it work."""
-        before, after = self._num_before_gate, len(self._counted) - 1
+        # at both ends the next batch is on the device: the last one ends with nothing behind it
+        before, after = self._num_before_gate, len(self._counted) - 2
         if after <= before:
             return 1.0
-        # the first batch after the gate begins with it
         (begin, first), (end, last) = self._counted[before], self._counted[after]
         own_s = end - begin - (last.buffer_wait_s - first.buffer_wait_s)
         return min(1.0, (last.device_s - first.device_s) / max(own_s, 1e-9))

@@ -2,14 +2,18 @@
 
 Everything that decides what a shard holds was planned before; a worker only computes. So shards may
 be taken by anyone, in any order, and lost ones are taken again.
+A batch is handed to the writer once the one after it is queued, be that of the next shard: a device
+that waits for each shard's end stood still for 4 to 11 % of the time (H200, two batches a shard).
 Letters: L = K captured layers, then `last` where it is stored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,13 +54,40 @@ class BatchTime:
 
 @dataclass(slots=True)
 class _Tally:
-    """What is known of the shard being written."""
+    """What is known of a shard that is being written."""
 
-    shard_id: ShardId
+    lease: Lease
     amax_L: NDArray[np.float32]
     num_tokens: int = 0
     bad: dict[int, str] = field(default_factory=dict)
     is_halved: bool = False
+    is_begun: bool = False
+    """The writer has it."""
+    versions: frozenset[int] = frozenset()
+    """Those of the compiled layers that its batches went through."""
+
+    @property
+    def shard_id(self) -> ShardId:
+        return self.lease.shard_id
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A batch that was queued and is not in the writer's hands yet."""
+
+    tally: _Tally
+    batch: slice
+    parcel: Parcel
+    is_last: bool
+    """Of its shard."""
+
+
+class _ShardFailed(Exception):
+    """A batch of this shard could not be computed."""
+
+    def __init__(self, tally: _Tally, why: ForwardFailed) -> None:
+        super().__init__(str(why))
+        self.tally, self.why = tally, why
 
 
 class TooManyBad(ValueError):
@@ -90,7 +121,7 @@ class Worker:
         self._last_failure = ""
         self.idle_s = 0.0
         """Seconds without a shard to take."""
-        self._in_flight: list[tuple[slice, Parcel]] = []
+        self._in_flight: list[_InFlight] = []
         # handed to the writer's thread and not yet seen committed -> tokens, bad samples
         self._submitted: dict[ShardId, tuple[int, int]] = {}
         self._num_planned = int(store.table.num_tokens.sum())
@@ -114,12 +145,26 @@ class Worker:
     def take(self, lease: Lease) -> None:
         """Write one shard; a failure that leaves the device usable is counted against the shard.
 
+        Once the gate has passed, its last batch may be left to the next `take`, or to `settle`.
         What compiled layers alone may be to blame for is, under `auto`, no failure: the target goes
         on with its plain ones, and the shard is free to be taken again.
         """
-        try:
+        if self._stop.is_asked:
+            # what is computed whole is kept
+            self.settle()
+        with self._judged():
             self._write(lease)
-            self._num_taken += 1
+
+    def settle(self) -> None:
+        """Hand over what `take` has left; before `StoreWriter.wait`. Fails as `take` does."""
+        with self._judged():
+            self._land_all()
+
+    @contextlib.contextmanager
+    def _judged(self) -> Iterator[None]:
+        """What becomes of a failure."""
+        try:
+            yield
         except (GateRefused, TooManyBad) as refused:
             if not self._target.is_compiled:
                 raise
@@ -128,15 +173,19 @@ class Worker:
                     f"{refused}. The target's layers were compiled: capture into another --store "
                     "with --set capture.compile=off"
                 ) from refused
-            self._writer.abort()
             self._run_plain(str(refused))
-        except ForwardFailed as failed:
+        except _ShardFailed as found:
+            tally, failed = found.tally, found.why
             self._num_failed += 1
-            self._last_failure = f"shard {lease.shard_id}: {failed}"
-            lease.fail()
+            self._last_failure = f"shard {tally.shard_id}: {failed}"
+            tally.lease.fail()
             # a broken device never gives back what is in flight
             self._forward.check_device(failed)
-            self._drop(lease, failed)
+            self._drop(tally)
+            num_failures = self._leases.failures().get(tally.shard_id, 0)
+            traceback.print_exception(failed)
+            most = self._config.max_shard_failures
+            self._log.say(f"shard {tally.shard_id} failed ({num_failures} of {most}): {failed}")
             no_memory = isinstance(failed.__cause__, torch.OutOfMemoryError)
             if self._may_run_plain and not no_memory:
                 self._run_plain(str(failed))
@@ -150,7 +199,10 @@ class Worker:
         return self._target.is_compiled and self._config.compile != "on"
 
     def _run_plain(self, why: str) -> None:
-        """Take the compiled layers out; shards are judged anew."""
+        """Take the compiled layers out; shards are judged anew, and what those have made goes."""
+        if self._in_flight:
+            self._drop(self._in_flight[0].tally)
+        self._writer.abort()
         self._target.is_compiled = self._is_gated = False
         self._gated_versions = frozenset()
         if self._timed is not None:
@@ -170,31 +222,44 @@ class Worker:
 
     def _write(self, lease: Lease) -> None:
         store = self._store
-        tally = _Tally(lease.shard_id, np.zeros(store.spec.num_amax, np.float32))
-        self._writer.begin(lease)
+        tally = _Tally(lease, np.zeros(store.spec.num_amax, np.float32))
+        batches = store.table.batches_of(lease.shard_id)
         self._target.versions.clear()
-        for batch in store.table.batches_of(lease.shard_id):
+        for number, batch in enumerate(batches, 1):
             self.beat()
             buffer = self._offload.device_buffer()
-            tally.is_halved |= self._forward.compute(batch, buffer)
-            self._in_flight.append((batch, self._offload.send(buffer, self.beat)))
+            try:
+                tally.is_halved |= self._forward.compute(batch, buffer)
+            except ForwardFailed as failed:
+                raise _ShardFailed(tally, failed) from failed
+            tally.versions = frozenset(self._target.versions)
+            parcel = self._offload.send(buffer, self.beat)
+            self._in_flight.append(_InFlight(tally, batch, parcel, number == len(batches)))
             # the batch before goes to the disk while the device computes this one
             if len(self._in_flight) > 1:
-                self._land(tally)
-        while self._in_flight:
-            self._land(tally)
-        self.refresh()
-        self._check_bad(tally)
-        self._finish(tally)
+                self._land()
+        # nothing is queued behind a shard that the gate is to judge
+        if not self._has_passed(tally):
+            self._land_all()
 
-    def _land(self, tally: _Tally) -> None:
-        """Hand the oldest batch in flight to the writer."""
-        batch, parcel = self._in_flight[0]
+    def _land_all(self) -> None:
+        while self._in_flight:
+            self._land()
+
+    def _land(self) -> None:
+        """Hand the oldest batch in flight to the writer, and end its shard with its last one."""
+        landed = self._in_flight[0]
+        tally, batch, parcel = landed.tally, landed.batch, landed.parcel
         try:
             parcel.wait()
         except RuntimeError as error:
             # what the device met long after the batch was queued
-            raise ForwardFailed(f"{type(error).__name__}: {error}") from error
+            failed = ForwardFailed(f"{type(error).__name__}: {error}")
+            failed.__cause__ = error
+            raise _ShardFailed(tally, failed) from error
+        if not tally.is_begun:
+            self._writer.begin(tally.lease)
+            tally.is_begun = True
         del self._in_flight[0]
         self._device_s += parcel.device_s
         if self._timed is not None:
@@ -217,6 +282,11 @@ class Worker:
         if time.monotonic() - self._noted_at >= NOTE_EVERY_S:
             self._noted_at = time.monotonic()
             self._log.note(counts.text())
+        if landed.is_last:
+            self.refresh()
+            self._check_bad(tally)
+            self._finish(tally)
+            self._num_taken += 1
 
     def counts(self) -> Counts:
         """What this worker has done so far."""
@@ -248,17 +318,20 @@ class Worker:
                 f"{self._config.max_bad_share} allows. A target may overflow target.dtype"
             )
 
+    def _has_passed(self, tally: _Tally) -> bool:
+        """Whether the gate has judged rows of the code that computed this shard."""
+        return self._is_gated and tally.versions <= self._gated_versions
+
     def _finish(self, tally: _Tally) -> None:
         store, writer = self._store, self._writer
         # int4's signed scales put each group's extreme on -8: nothing is ever cut off
         clipped_L = np.zeros(store.spec.num_amax, np.uint32)
-        versions = frozenset(self._target.versions)
-        rows = tally.amax_L, clipped_L, tally.bad
-        if self._is_gated and versions <= self._gated_versions:
-            writer.submit(*rows, halved=tally.is_halved, compiled=bool(versions))
+        rows, is_compiled = (tally.amax_L, clipped_L, tally.bad), bool(tally.versions)
+        if self._has_passed(tally):
+            writer.submit(*rows, halved=tally.is_halved, compiled=is_compiled)
             self._submitted[tally.shard_id] = (tally.num_tokens, len(tally.bad))
             return
-        writer.finish(*rows, halved=tally.is_halved, compiled=bool(versions))
+        writer.finish(*rows, halved=tally.is_halved, compiled=is_compiled)
         samples = store.table.of_shard(tally.shard_id)
         good = [i for i in range(samples.start, samples.stop) if i not in tally.bad]
         if good:
@@ -273,21 +346,22 @@ class Worker:
                 store.tokens,
                 writer.read_back,
                 Threads(torch.get_num_threads(), self.beat),
-                by_other_code=bool(versions),
+                by_other_code=is_compiled,
             ):
                 self._log.say(f"gate: {line}")
-            self._is_gated, self._gated_versions = True, self._gated_versions | versions
+            self._is_gated = True
+            self._gated_versions |= tally.versions
         writer.commit()
         self.refresh()
 
-    def _drop(self, lease: Lease, failed: ForwardFailed) -> None:
-        """Give back the buffers of a shard that failed, and the shard."""
-        while self._in_flight:
-            _, parcel = self._in_flight.pop()
-            parcel.wait()
-            parcel.release()
-        self._writer.abort()
-        num_failures = self._leases.failures().get(lease.shard_id, 0)
-        traceback.print_exception(failed)
-        most = self._config.max_shard_failures
-        self._log.say(f"shard {lease.shard_id} failed ({num_failures} of {most}): {failed}")
+    def _drop(self, tally: _Tally) -> None:
+        """Give back a shard and its buffers, and all that is queued behind it."""
+        queued = self._in_flight
+        first = next((i for i, one in enumerate(queued) if one.tally is tally), len(queued))
+        for one in queued[first:]:
+            one.parcel.wait()
+            one.parcel.release()
+            one.tally.lease.release()
+        del queued[first:]
+        if tally.is_begun:
+            self._writer.abort()

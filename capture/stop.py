@@ -29,6 +29,11 @@ class Stop:
             # one that came after the last look must not be lost: the work goes on behind this block
             self.check()
 
+    @property
+    def is_asked(self) -> bool:
+        """A signal came."""
+        return bool(self._signal)
+
     def check(self) -> None:
         """KeyboardInterrupt if a signal came."""
         if self._signal:

@@ -200,6 +200,7 @@ def capture(
                 if lease is not None:
                     worker.take(lease)
                     continue
+                worker.settle()
                 writer.wait()
                 worker.refresh()
                 worker.check_set_aside()

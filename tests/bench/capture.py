@@ -1,7 +1,7 @@
 """The capture's speed, eager and compiled, against a bare prefill of the same batches, its floor,
 and a loop of the peers' kind.
 
-    python tests/bench/capture.py [--part NAME ...] [--tiny] [--disk DIR] [--memory DIR]
+    python tests/bench/capture.py [--part NAME ...] [--tiny] [--disk DIR] [--memory DIR] [--trace]
 
 Random weights made on the device; conversations of lognormal length (mean 951 tokens, sigma 0.8, at
 most 4,096), 20,000 of them planned. Each part is a process of its own, ended after its limit, and
@@ -16,9 +16,13 @@ may be run alone; all of them take about eight minutes on one H200:
     27b       shape of Qwen3.5-27B, three layers of four linear attention: bare and ours
     memory    what is held after 500 batches of mixed shapes more than after the first 50
 
-Ours is timed from the commit of the second shard to that of the last. Prints a line for each
-figure: real tokens a second, share of the floor (`planned.floor_s`), ratios; writes capture.json
-into $OUT where that is set. `--tiny` runs all of it on a CPU.
+Ours is timed from the commit of the second shard to that of the last (`tok_s`), and beside it as
+the main thread saw it, without the disk's own moment for the last one (`loop_tok_s`). Prints a line
+for each figure: real tokens a second, share of the floor (`planned.floor_s`), ratios; writes
+capture.json into $OUT where that is set. `--tiny` runs all of it on a CPU. `--trace` (parts 8b and
+0.6b) times nothing, and tells instead where the time goes with compiled layers, int4 to memory: the
+kernels of a batch beside those of the bare prefill, and what the main thread did while the device
+had nothing to do (`gaps.py`); under a minute and a half a part.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +66,7 @@ from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.table import claim_order
 from dflash_pipeline.store.writer import StoreWriter
+from gaps import Trace, comparison
 from planned import SEED, SIZES, Sizes, floor_s, lengths, planned_store, random_target
 
 # the smallest to the largest batch of it, for memory
@@ -73,6 +78,7 @@ WAYS: dict[str, list[Way]] = {
     "0.6b": [("int4", "memory")],
     "27b": [("int4", "memory")],
 }
+TRACED = ("8b", "0.6b")
 LIMITS_S = {"8b": 280.0, "0.6b": 110.0, "27b": 150.0, "memory": 50.0}
 
 
@@ -114,7 +120,9 @@ def timed_shards(bench: Bench, store: Store) -> list[slice]:
     return batches
 
 
-def bare_prefill(bench: Bench, target: Target, store: Store) -> dict[str, float]:
+def bare_prefill(
+    bench: Bench, target: Target, store: Store, trace: Trace | None = None
+) -> dict[str, float]:
     """The target alone on the batches that `ours` is timed on: ids there, states dropped."""
     table, batches = store.table, timed_shards(bench, store)
     shapes = [shape_of(batch, table, store.layout) for batch in batches]
@@ -122,9 +130,10 @@ def bare_prefill(bench: Bench, target: Target, store: Store) -> dict[str, float]
     ids = [torch.randint(bench.sizes.vocabulary, one, device=bench.device) for one in shapes]
     bench.sync()
     begin = time.perf_counter()
-    for ids_BT in ids:
-        target.run(ids_BT, lambda _place, _hidden_BTH: None)
-    bench.sync()
+    with trace or nullcontext():
+        for ids_BT in ids:
+            target.run(ids_BT, lambda _place, _hidden_BTH: None)
+        bench.sync()
     seconds = time.perf_counter() - begin
     return {
         "tok_s": num_tokens / seconds,
@@ -146,10 +155,13 @@ def padding(bench: Bench, store: Store) -> dict[str, float]:
     }
 
 
-def ours(bench: Bench, target: Target, store: Store) -> dict[str, float]:
+def ours(
+    bench: Bench, target: Target, store: Store, trace: Trace | None = None
+) -> dict[str, float]:
     """Shard after shard as a worker writes them.
 
     Not timed: the first, with gate and calibration, and the second, before which nothing is queued.
+    trace: of what is timed.
     """
     # where compiled layers do not pass the gate, that is the figure: no plain ones in their place
     setting: Literal["on", "off"] = "on" if target.is_compiled else "off"
@@ -175,20 +187,23 @@ def ours(bench: Bench, target: Target, store: Store) -> dict[str, float]:
             taken = [_take(worker, leases, store, config)]
             first_s = time.perf_counter() - started
             taken.append(_take(worker, leases, store, config))
-            before, begin = worker.counts(), time.perf_counter()
-            after = before
-            while after.num_tokens - before.num_tokens < bench.sizes.num_tokens:
-                taken.append(_take(worker, leases, store, config))
-                after = worker.counts()
-            seconds = time.perf_counter() - begin
+            # at both ends a shard's last batch is on the device and not yet counted
+            before, begin, num_tokens = worker.counts(), time.perf_counter(), 0
+            with trace or nullcontext():
+                while num_tokens < bench.sizes.num_tokens:
+                    taken.append(_take(worker, leases, store, config))
+                    num_tokens += store.table.rows_of(taken[-1])[0]
+            after, seconds = worker.counts(), time.perf_counter() - begin
+            worker.settle()
             writer.wait()
         files = [store.path / paths.commit_file(shard_id) for shard_id in taken]
         committed_s = [file.stat().st_mtime_ns / 1e9 for file in files]
-        num_tokens = after.num_tokens - before.num_tokens
+        counted = after.num_tokens - before.num_tokens
         return {
             "tok_s": num_tokens / (committed_s[-1] - committed_s[1]),
+            "loop_tok_s": counted / seconds,
             "tokens": num_tokens,
-            "padding": 1 - num_tokens / (after.num_places - before.num_places),
+            "padding": 1 - counted / (after.num_places - before.num_places),
             "busy": (after.device_s - before.device_s) / seconds,
             "disk_wait": (after.buffer_wait_s - before.buffer_wait_s) / seconds,
             "gb_s": (after.size_bytes - before.size_bytes) / seconds / 1e9,
@@ -359,6 +374,21 @@ def compiled(
     bench.tell("compiled later", {"versions": later, "served": served.share})
 
 
+def traced(bench: Bench, folders: _Folders, backend: str) -> None:
+    """Where the time of ours goes, beside the bare prefill; nothing is timed."""
+    target = random_target(bench.sizes, bench.device)
+    store = folders.store(bench.sizes, "int4", "memory")
+    planned = planned_shapes(store.table, store.layout)
+    compile_layers(target, [shape for found in planned for shape in found], backend=backend)
+    warm_up(target, extremes(planned))
+    bare, own = Trace(), Trace()
+    bare_prefill(bench, target, store, bare)
+    ours(bench, target, folders.store(bench.sizes, "int4", "memory"), own)
+    shards = {store.table.shard_id(batch.start) for batch in timed_shards(bench, store)}
+    for line in [*own.lines(len(shards)), *comparison(own, bare)]:
+        print(f"  {line}", flush=True)
+
+
 def run_part(name: str, options: argparse.Namespace) -> None:
     """One part, in this process."""
     let_memory_grow(torch.__version__)
@@ -379,6 +409,9 @@ def run_part(name: str, options: argparse.Namespace) -> None:
         if name == "memory":
             bench.tell("memory", memory(bench, random_target(bench.sizes, device)))
             return
+        if options.trace:
+            traced(bench, folders, backend)
+            return
         target, store = plain(bench, folders, WAYS[name])
         if name == "8b":
             bench.tell("peers' loop", peers_loop(bench, target, folders.disk))
@@ -395,9 +428,8 @@ def run_apart(name: str, options: argparse.Namespace, folder: Path) -> dict[str,
     words = [sys.executable, __file__, "--part", name, "--result", str(result)]
     words += ["--disk", str(options.disk), "--memory", str(options.memory)]
     print(f"{name}: at most {LIMITS_S[name]:.0f} s", flush=True)
-    child = subprocess.Popen(
-        [*words, *(["--tiny"] if options.tiny else [])], start_new_session=True
-    )
+    words += [f"--{switch}" for switch in ("tiny", "trace") if getattr(options, switch)]
+    child = subprocess.Popen(words, start_new_session=True)
     try:
         code = child.wait(timeout=LIMITS_S[name])
         ended = "" if code == 0 else f"failed with exit code {code}"
@@ -418,6 +450,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", choices=list(LIMITS_S), default=[])
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--trace", action="store_true")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -425,6 +458,12 @@ def main() -> None:
     is_cuda = torch.cuda.is_available()
     if not is_cuda and not options.tiny:
         parser.error("there is no GPU: use --tiny")
+    if options.trace and not set(options.part) <= set(TRACED):
+        parser.error(f"--trace is of the parts {' and '.join(TRACED)}")
+    if options.trace and not options.part:
+        options.part = list(TRACED)
+    for folder in (options.disk, options.memory):
+        folder.mkdir(parents=True, exist_ok=True)
     if options.result:
         run_part(options.part[0], options)
         return

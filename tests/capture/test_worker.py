@@ -22,7 +22,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from dflash_pipeline.capture import forward, worker
+from dflash_pipeline.capture import forward, gate, worker
 from dflash_pipeline.capture.construction import build_store
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.offload import Parcel
@@ -42,10 +42,12 @@ from dflash_pipeline.configs.schema import (
     TargetConfig,
 )
 from dflash_pipeline.configs.status import find_statuses
+from dflash_pipeline.store import paths
 from dflash_pipeline.store.check import verify
-from dflash_pipeline.store.lease import Leases
+from dflash_pipeline.store.lease import Lease, Leases
 from dflash_pipeline.store.reader import open_store
 from dflash_pipeline.store.spec import ShardId
+from dflash_pipeline.store.table import claim_order
 from places import cpu_place
 
 LAYER_IDS = (0, 2, 4)
@@ -486,6 +488,161 @@ def test_a_signal_ends_it_between_batches_and_the_next_run_goes_on(
     assert any(store.is_committed(i) for i in store.layout.shard_ids())
     assert not store.is_complete
     _capture(run)
+    assert _differing(Path(run.store.path), whole) == []
+
+
+class _Seen:
+    """The order in which a capture queues batches and waits for their rows."""
+
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = open_store(run.store.path)
+        self.queued: list[ShardId] = []
+        """Of each batch, before it is computed."""
+        self.events: list[str] = []
+        self.failed: list[ShardId] = []
+        self.before_batch: Callable[[Target], None] = lambda _target: None
+        compute, wait, fail = forward.Forward.compute, Parcel.wait, Lease.fail
+
+        def computed(own: forward.Forward, batch: slice, slot: Any) -> bool:
+            self.queued.append(self.store.table.shard_id(batch.start))
+            self.events.append(f"{self.queued[-1]} queued")
+            self.before_batch(own._target)
+            return compute(own, batch, slot)
+
+        def waited(parcel: Parcel) -> None:
+            self.events.append("waited")
+            wait(parcel)
+
+        def counted(lease: Lease) -> None:
+            self.failed.append(lease.shard_id)
+            fail(lease)
+
+        monkeypatch.setattr(forward.Forward, "compute", computed)
+        monkeypatch.setattr(Parcel, "wait", waited)
+        monkeypatch.setattr(Lease, "fail", counted)
+
+    def last_of_third(self) -> int:
+        """Place of the third shard's last batch among all, from 0."""
+        shards = claim_order(self.store.layout.num_shards)[:3]
+        return sum(len(self.store.table.batches_of(one)) for one in shards) - 1
+
+
+def test_a_shards_last_rows_are_waited_for_once_the_next_shard_is_queued(
+    run: Run, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first shard, which the gate judges before anything is queued behind it."""
+    seen = _Seen(run, monkeypatch)
+    _capture(run)
+    first = len(seen.store.table.batches_of(seen.queued[0]))
+    after = seen.events[2 * first :]
+    assert seen.events[: 2 * first].count("waited") == first
+    assert len(set(seen.queued)) == sum(seen.store.layout.num_shards) > 5
+    assert after[1::2] == [event for event in after[1::2] if event != "waited"] + ["waited"]
+    assert after[2::2] == ["waited"] * (len(after) // 2 - 1)
+    assert _differing(Path(run.store.path), whole) == []
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "once queued"])
+def test_a_failure_counts_against_its_own_shard_and_what_was_queued_before_it_is_kept(
+    later: bool, run: Run, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _Seen(run, monkeypatch)
+    place = seen.last_of_third()
+    if later:
+        # met in the third shard's last batch, while the next shard's first is queued behind it
+        _fail_late(monkeypatch, lambda call: call == place)
+    else:
+        compute, calls = Target.run, itertools.count()
+
+        def failing(target: Target, ids_BT: torch.Tensor, take: Any) -> torch.Tensor:
+            if len(seen.queued) == place + 2 and next(calls) == 0:
+                raise RuntimeError("no such kernel")
+            return compute(target, ids_BT, take)
+
+        monkeypatch.setattr(Target, "run", failing)
+    _capture(run)
+    third, fourth = claim_order(seen.store.layout.num_shards)[2:4]
+    assert seen.failed == [third if later else fourth]
+    num_batches = {one: len(seen.store.table.batches_of(one)) for one in set(seen.queued)}
+    again = {one: seen.queued.count(one) - num for one, num in num_batches.items()}
+    repeated = {third: num_batches[third], fourth: 1} if later else {fourth: 1}
+    assert {one: num for one, num in again.items() if num} == repeated
+    assert _differing(Path(run.store.path), whole) == []
+
+
+def test_a_shard_that_is_computed_whole_when_a_signal_comes_is_kept(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _Seen(run, monkeypatch)
+    place = seen.last_of_third()
+
+    def stop(_target: Target) -> None:
+        if len(seen.queued) == place + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    seen.before_batch = stop
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        _capture(run)
+    assert len(seen.queued) == place + 1
+    store = open_store(run.store.path)
+    committed = {one for one in store.layout.shard_ids() if store.is_committed(one)}
+    assert committed == set(claim_order(store.layout.num_shards)[:3])
+
+
+def test_the_gate_judges_the_shard_that_other_compiled_code_computed_not_the_one_before_it(
+    run: Run, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _Seen(run, monkeypatch)
+    place, judged = seen.last_of_third(), list[set[ShardId]]()
+    check = gate.check
+
+    def version(target: Target) -> None:
+        if len(seen.queued) == place + 2:
+            target.versions.add(7)
+
+    def checked(target: Target, spec: Any, calibrated: Any, samples: Any, *rest: Any, **by: Any):
+        judged.append({seen.store.table.shard_id(sample) for sample in samples})
+        return check(target, spec, calibrated, samples, *rest, **by)
+
+    seen.before_batch = version
+    monkeypatch.setattr(gate, "check", checked)
+    _capture(run)
+    first, _, _, fourth = claim_order(seen.store.layout.num_shards)[:4]
+    assert judged == [{first}, {fourth}]
+    # the mark of compiled layers alone
+    differing = _differing(Path(run.store.path), whole)
+    assert differing == sorted([paths.commit_file(fourth), paths.SEALED_FILE])
+
+
+def test_what_compiled_layers_have_queued_goes_when_they_are_given_up(
+    run: Run,
+    whole: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen = _Seen(run, monkeypatch)
+    place, load = seen.last_of_third(), worker.load_target
+
+    def loaded(*arguments: Any) -> Target:
+        target = load(*arguments)
+        target.is_compiled = True
+        return target
+
+    run_target = Target.run
+
+    def failing(target: Target, ids_BT: torch.Tensor, take: Any) -> torch.Tensor:
+        if target.is_compiled and len(seen.queued) == place + 2:
+            raise RuntimeError("no such kernel")
+        return run_target(target, ids_BT, take)
+
+    monkeypatch.setattr(worker, "load_target", loaded)
+    monkeypatch.setattr(Target, "run", failing)
+    _capture(run)
+    assert "compiled layers do not serve (RuntimeError: no such" in capsys.readouterr().out
+    third, fourth = claim_order(seen.store.layout.num_shards)[2:4]
+    assert seen.failed == [fourth]
+    # its rows were the compiled layers' too, and not handed over yet
+    assert seen.queued.count(third) == 2 * len(seen.store.table.batches_of(third))
     assert _differing(Path(run.store.path), whole) == []
 
 
