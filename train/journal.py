@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +17,7 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.rolling import awaited_text
 from dflash_pipeline.store.runlog import RunLog
+from dflash_pipeline.train.board import Board
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.consumption import capture_state
 from dflash_pipeline.train.feed import Feed
@@ -28,9 +27,6 @@ from dflash_pipeline.train.metrics import Metrics, Summary
 from dflash_pipeline.train.optim import Health, Optimizer
 from dflash_pipeline.train.order import Catalog
 from dflash_pipeline.train.speed import Speed, Stretch
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 _NAMED_SAMPLES = 8
 _LOOK_EVERY_S = 1.0
@@ -67,7 +63,7 @@ class Journal:
         self.speed = Speed(group.world)
         self._drawn: list[tuple[int, Draw]] = []
         self._since = time.perf_counter()
-        self._board = _board(out / "tensorboard") if group.rank == 0 else None
+        self._board = Board(out / "tensorboard") if group.rank == 0 else None
         self._is_waiting, self._looked_at = False, 0.0
         self._was_idle: bool | None = None
         self._told_of: set[str] = set()
@@ -184,7 +180,7 @@ class Journal:
             {"step": step, "tau": tau, "num_cycles": num_cycles}, self._out / "metrics.jsonl"
         )
         if self._board is not None:
-            self._board.add_scalar("tau", tau, step)
+            self._board.add({"tau": tau}, step)
 
     def left_out(self, step: int, why: str) -> None:
         """A held-out sample that no validation can use, said once; any rank may."""
@@ -209,10 +205,9 @@ class Journal:
         if self._group.rank == 0:
             self._log.metrics(plain, self._out / "metrics.jsonl")
         if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
-            for slot, accuracy in enumerate(summary.accuracy_by_slot, start=1):
-                self._board.add_scalar(f"accuracy/slot{slot:02d}", accuracy, step)
+            slots = enumerate(summary.accuracy_by_slot, start=1)
+            accuracies = {f"accuracy/slot{slot:02d}": accuracy for slot, accuracy in slots}
+            self._board.add(numbers | accuracies, step)
 
     def _last_step(self, step: int) -> int:
         """Of the run, as far as its order knows by now."""
@@ -257,12 +252,3 @@ def awaited(stores: Sequence[Store]) -> str:
         state += f", {text}" if text else ""
         parts.append(f"{store.path} has {num_captured} of {len(shard_ids)}, {state}")
     return "; ".join(parts) or "the last ones are being sealed"
-
-
-def _board(path: Path) -> SummaryWriter:
-    # tensorboard costs a second to import, and warns about its own dependencies
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(path))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from dflash_pipeline.configs.sizes import size_text
 from dflash_pipeline.store import durable
+
+_TAIL = 64
 
 
 class Profiler:
@@ -54,4 +58,24 @@ class Profiler:
         path = self._folder / f"rank{self._rank}-steps-{self._first}-{step}.json"
         self._running.export_chrome_trace(str(path))
         self._running = None
-        self._say(f"steps {self._first} to {step} are traced in {path}")
+        if _is_whole(path):
+            self._say(f"steps {self._first} to {step} are traced in {path}")
+            return
+        for left in (path, path.with_name(f"{path.name}.tmp")):
+            if left.is_file():
+                # emptied first: the profiler still holds it open, and the run needs the room
+                os.truncate(left, 0)
+                left.unlink()
+        self._say(
+            f"the trace of steps {self._first} to {step} cannot be written to {path} "
+            f"({size_text(durable.free_bytes(self._folder))} free): the run goes on without it"
+        )
+
+
+def _is_whole(trace: Path) -> bool:
+    """The profiler raises nothing where a trace finds no room: it is not there, or cut off."""
+    if not trace.is_file():
+        return False
+    with trace.open("rb") as file:
+        file.seek(-min(trace.stat().st_size, _TAIL), os.SEEK_END)
+        return file.read().rstrip().endswith(b"}")

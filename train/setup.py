@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,11 +75,13 @@ class Training:
 
     def close(self) -> None:
         """Wait for the checkpoints; raises what writing them met."""
-        self.journal.close()
-        self.profiler.close(self.progress.step)
-        self.clock.stage_now = "checkpoint"
-        if self.saver is not None:
-            self.saver.close()
+        # the last one's error is the one that is told
+        with contextlib.ExitStack() as closing:
+            if self.saver is not None:
+                closing.callback(self.saver.close)
+            closing.callback(setattr, self.clock, "stage_now", "checkpoint")
+            closing.callback(self.profiler.close, self.progress.step)
+            closing.callback(self.journal.close)
 
     def holdings(self) -> dict[str, int]:
         """Bytes on the device that stay from step to step, by what holds them."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from dflash_pipeline.train.checkpoint import Progress, at_the_beginning
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.saver import Saver
+from dflash_pipeline.train.setup import Training
 from dflash_pipeline.train.shape import DrafterShape
 
 
@@ -259,3 +261,23 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
         assert (tmp_path / "last").resolve().is_dir()
     Saver(tmp_path, shape, 2, _state(shape, 1)).close()
     assert not list(tmp_path.glob(".*step-*"))
+
+
+def test_a_run_that_ends_waits_for_its_checkpoint_though_the_journal_cannot_be_closed() -> None:
+    """As on a full disk: the last points of TensorBoard's curves find no room."""
+    done: list[str] = []
+
+    def fails() -> None:
+        raise OSError("No space left on device")
+
+    training: Any = SimpleNamespace(
+        journal=SimpleNamespace(close=fails),
+        profiler=SimpleNamespace(close=lambda step: done.append(f"trace {step}")),
+        progress=SimpleNamespace(step=7),
+        clock=SimpleNamespace(stage_now=""),
+        saver=SimpleNamespace(close=lambda: done.append("checkpoint")),
+    )
+    with pytest.raises(OSError, match="No space left"):
+        Training.close(training)
+    assert done == ["trace 7", "checkpoint"]
+    assert training.clock.stage_now == "checkpoint"
