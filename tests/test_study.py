@@ -13,7 +13,7 @@ import torch
 
 from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.sweep import read_variants
-from dflash_pipeline.train import loss
+from dflash_pipeline.train import loss, teacher
 from studies import arm as arm_process
 from studies import cost, result
 from studies.arms import (
@@ -336,12 +336,14 @@ def test_the_arm_of_bf16_logits_gives_the_loss_its_own_product_and_takes_it_back
 ) -> None:
     seen = []
     monkeypatch.setattr(
-        arm_process.worker, "main", lambda *_: seen.append(loss.raw_logits) or 1 / 0
+        arm_process.worker,
+        "main",
+        lambda *_: seen.extend((loss.raw_logits, teacher.raw_logits)) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
         arm_process.main_with_bf16_logits(None, None, {})
-    assert seen == [arm_process.bf16_logits]
-    assert loss.raw_logits is arm_process._raw_logits
+    assert seen == [arm_process.bf16_logits] * 2
+    assert loss.raw_logits is teacher.raw_logits is arm_process._raw_logits
 
 
 def test_jobs_that_are_done_are_not_run_again_and_time_ends_the_rest(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ from dflash_pipeline.train.anchors import Blocks, Tokens, pack_blocks, slot_weig
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.follow import Draw, Draws
 from dflash_pipeline.train.forward import is_compiled
-from dflash_pipeline.train.loss import Teacher
 from dflash_pipeline.train.order import Catalog
 from dflash_pipeline.train.ring import HostBuffer, Ring, Sizes
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.stored import StoredRows
+from dflash_pipeline.train.teacher import Teacher
 
 Ints = npt.NDArray[np.int64]
 

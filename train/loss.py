@@ -10,18 +10,15 @@ all ranks and the whole accumulation window, once.
 The trap: the head is frozen, so the gradient is formed in the forward pass, chunk by chunk, and
 never again; backward only multiplies its rows by what they weigh.
 
-Shape letters: R drafted rows that carry loss, H hidden, V vocabulary, U distinct teacher rows,
-P rows of one position chunk, F statistics of a row.
+Shape letters: R drafted rows that carry loss, H hidden, V vocabulary, P rows of one position chunk,
+C teacher rows whose logits are held, F statistics of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,20 +26,10 @@ from torch import Tensor
 from dflash_pipeline.configs.schema import LossConfig
 from dflash_pipeline.train import loss_rows
 from dflash_pipeline.train.head import TargetHead, raw_logits
+from dflash_pipeline.train.teacher import Teacher, TeacherLogits
 
 # correct, ce, kl, entropy, overlap: the order of RowStats, of `loss_rows` and of the kernel
 _NUM_STATS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Teacher:
-    """The target's own post-norm states, each row once: neighbouring blocks share most of them."""
-
-    state_UH: Tensor
-    index_R: Tensor
-    """Which of them predicts the label of each drafted row."""
-    spans: Sequence[tuple[int, int]]
-    """First and one past the last of them that each position chunk touches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +46,6 @@ class RowStats:
     overlap_R: Tensor
     """sum_v min(target, drafter) = 1 - TV at temperature 1: the chance that sampling accepts the
     slot; zeros without a teacher."""
-
-
-def teacher_spans(
-    index_R: npt.NDArray[np.int64], position_chunk: int
-) -> tuple[tuple[int, int], ...]:
-    """The teacher rows that each position chunk touches; rows are sorted, so ranges are short."""
-    chunks = (index_R[at : at + position_chunk] for at in range(0, len(index_R), position_chunk))
-    return tuple((int(chunk.min()), int(chunk.max()) + 1) for chunk in chunks)
 
 
 def reference_loss(
@@ -134,27 +113,22 @@ class _Loss:
         self,
         hidden_PH: Tensor,
         at: slice,
-        span: tuple[int, int] | None,
+        target_CV: Tensor | None,
         stats_FR: Tensor,
         gradient_PH: Tensor,
     ) -> None:
         """Fill the columns `at` of the statistics, and d loss / d hidden of those rows."""
         weight_VH = self.head.weight_VH
         logits_PV = raw_logits(hidden_PH, weight_VH)
-        target_UV, first_teacher = None, 0
-        if self.teacher is not None and span is not None:
-            first_teacher, end = span
-            target_UV = raw_logits(self.teacher.state_UH[first_teacher:end], weight_VH)
         score = self._score_by_kernel if _has_kernel(logits_PV) else self._score_plainly
-        slope_PV = score(logits_PV, target_UV, at, first_teacher, stats_FR, hidden_PH.dtype)
+        slope_PV = score(logits_PV, target_CV, at, stats_FR, hidden_PH.dtype)
         torch.mm(slope_PV, weight_VH, out=gradient_PH)
 
     def _score_by_kernel(
         self,
         logits_PV: Tensor,
-        target_UV: Tensor | None,
+        target_CV: Tensor | None,
         at: slice,
-        first_teacher: int,
         stats_FR: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
@@ -167,13 +141,12 @@ class _Loss:
         head, teacher = self.head, self.teacher
         loss_kernel.score_rows(
             logits_PV,
-            target_UV,
+            target_CV,
             slope_PV,
             self.label_R,
             None if teacher is None else teacher.index_R,
             stats_FR,
             at.start,
-            first_teacher,
             loss_kernel.score_constants(
                 logits_PV.shape[1], self.config, head.multiplier, head.soft_cap
             ),
@@ -183,15 +156,17 @@ class _Loss:
     def _score_plainly(
         self,
         logits_PV: Tensor,
-        target_UV: Tensor | None,
+        target_CV: Tensor | None,
         at: slice,
-        first_teacher: int,
         stats_FR: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
         wanted = None
-        if self.teacher is not None and target_UV is not None:
-            wanted = loss_rows.Wanted(target_UV, self.teacher.index_R[at] - first_teacher)
+        if self.teacher is not None and target_CV is not None:
+            index_P = self.teacher.index_R[at]
+            first = index_P.min()
+            index_U = torch.arange(int(first), int(index_P.max()) + 1, device=index_P.device)
+            wanted = loss_rows.Wanted(target_CV[index_U % len(target_CV)], index_P - first)
         return loss_rows.score(
             logits_PV, self.label_R[at], wanted, stats_FR[:, at], self.head, self.config
         ).to(dtype)
@@ -207,10 +182,14 @@ class _ChunkedLoss(torch.autograd.Function):
         size, num_rows = parts.config.position_chunk, len(hidden_RH)
         gradient_RH = torch.empty_like(hidden_RH)
         stats_FR = hidden_RH.new_zeros((_NUM_STATS, num_rows), dtype=torch.float32)
+        target, target_CV = None, None
+        if parts.teacher is not None:
+            target = TeacherLogits(parts.teacher, parts.head.weight_VH)
         for index, begin in enumerate(range(0, num_rows, size)):
             at = slice(begin, min(begin + size, num_rows))
-            span = None if parts.teacher is None else parts.teacher.spans[index]
-            parts.chunk(hidden_RH[at], at, span, stats_FR, gradient_RH[at])
+            if target is not None:
+                target_CV = target.hold(index)
+            parts.chunk(hidden_RH[at], at, target_CV, stats_FR, gradient_RH[at])
         ctx.save_for_backward(gradient_RH)
         ctx.mark_non_differentiable(stats_FR)
         return _added_up(stats_FR, parts.config), stats_FR

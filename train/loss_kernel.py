@@ -3,7 +3,7 @@
 One program a row, two passes over the vocabulary: online statistics, then the gradient. Each pass
 begins where the one before it ended: what was read last is still in the device's cache.
 
-Letters: R drafted rows, P of one chunk, V vocabulary, U distinct teacher rows, F statistics.
+Letters: R drafted rows, P of one chunk, V vocabulary, C teacher rows that are held, F statistics.
 """
 
 # mypy: allow-untyped-decorators
@@ -47,18 +47,18 @@ def _weights(new: tl.tensor, top: tl.tensor, TEMPERATURE: tl.constexpr) -> Any:
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "first_teacher", "num_rows"],
+    do_not_specialize=["first_row", "num_held", "num_rows"],
     do_not_specialize_on_alignment=["label_R", "index_R", "stats_FR"],
 )
 def score_kernel(
     logits_PV: tl.tensor,
-    target_UV: tl.tensor,
+    target_CV: tl.tensor,
     gradient_PV: tl.tensor,
     label_R: tl.tensor,
     index_R: tl.tensor,
     stats_FR: tl.tensor,
     first_row: tl.tensor,
-    first_teacher: tl.tensor,
+    num_held: tl.tensor,
     num_rows: tl.tensor,
     V: tl.constexpr,
     CE: tl.constexpr,
@@ -70,11 +70,12 @@ def score_kernel(
     SOFT_CAP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Row first_row + `program_id(0)`; `target_UV` begins with teacher row `first_teacher`.
+    """Row first_row + `program_id(0)`; teacher row u is row u modulo `num_held` of
+    `target_CV`.
 
     `stats_FR`: correct, ce, kl, entropy, overlap; F such rows of R numbers.
 
-    KL and TV 0: neither `target_UV` nor `index_R` is read. Entropy, overlap and TV are those at
+    KL and TV 0: neither `target_CV` nor `index_R` is read. Entropy, overlap and TV are those at
     temperature 1. The gradient is that of the row's loss, not weighed.
     """
     HAS_TARGET: tl.constexpr = KL + TV > 0
@@ -84,9 +85,9 @@ def score_kernel(
     label = tl.load(label_R + row)
     logit = logits_PV + place * V
     gradient = gradient_PV + place * V
-    target = target_UV
+    target = target_CV
     if HAS_TARGET:
-        target += (tl.load(index_R + row) - first_teacher).to(tl.int64) * V
+        target += (tl.load(index_R + row) % num_held).to(tl.int64) * V
     lane = tl.arange(0, TILE)
     # each lane keeps its own statistics: one reduction a row instead of one a tile. Sums are of
     # exp(z - top); `z` and `t` name drafter and target, `hot` what is at the temperature
@@ -204,13 +205,12 @@ def score_kernel(
 
 def score_rows(
     logits_PV: torch.Tensor,
-    target_UV: torch.Tensor | None,
+    target_CV: torch.Tensor | None,
     gradient_PV: torch.Tensor,
     label_R: torch.Tensor,
     index_R: torch.Tensor | None,
     stats_FR: torch.Tensor,
     first_row: int,
-    first_teacher: int,
     constants: dict[str, Any],
 ) -> None:
     """Score rows first_row ... first_row + P - 1 on the current stream.
@@ -220,13 +220,13 @@ def score_rows(
     """
     score_kernel[(len(logits_PV),)](
         logits_PV,
-        logits_PV if target_UV is None else target_UV,
+        logits_PV if target_CV is None else target_CV,
         gradient_PV,
         label_R,
         label_R if index_R is None else index_R,
         stats_FR,
         first_row,
-        first_teacher,
+        1 if target_CV is None else len(target_CV),
         stats_FR.shape[1],
         **constants,
         num_warps=constants["TILE"] // WARP_VALUES,

@@ -28,7 +28,6 @@ from dflash_pipeline.train.forward import EagerForward
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loading import read_checkpoint
-from dflash_pipeline.train.loss import Teacher, teacher_spans
 from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.noise import Noise
 from dflash_pipeline.train.optim import Optimizer
@@ -36,6 +35,7 @@ from dflash_pipeline.train.schedule import learning_rate
 from dflash_pipeline.train.segments import ORDER_FILE
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.step import learn
+from dflash_pipeline.train.teacher import Teacher, teacher_spans
 
 # the narrowest that Triton's matrix product takes
 _MIN_HEAD_DIM = 16

@@ -27,10 +27,10 @@ from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import StoreSpec
 from dflash_pipeline.train.anchors import Blocks
 from dflash_pipeline.train.clock import Clock
-from dflash_pipeline.train.loss import teacher_spans
 from dflash_pipeline.train.mask import TILE
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.stored import StoredRows
+from dflash_pipeline.train.teacher import teacher_spans
 
 Ints = npt.NDArray[np.int64]
 

@@ -34,6 +34,7 @@ from torch.nn.attention import flex_attention as flex
 
 from dflash_pipeline.configs.schema import LossConfig, OptimConfig
 from dflash_pipeline.train import loss as loss_module
+from dflash_pipeline.train import teacher as teacher_module
 from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.drafter import Attend, Drafter
@@ -41,7 +42,7 @@ from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.floor import H200_FLOP_PER_S, StepSize, loss_flop, step_flop
 from dflash_pipeline.train.forward import CompiledForward, EagerForward, Forward
 from dflash_pipeline.train.head import TargetHead
-from dflash_pipeline.train.loss import Teacher, chunked_loss, reference_loss, teacher_spans
+from dflash_pipeline.train.loss import chunked_loss, reference_loss
 from dflash_pipeline.train.mask import (
     TILE,
     FlexAttention,
@@ -55,6 +56,7 @@ from dflash_pipeline.train.metrics import Metrics
 from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.shape import FULL, SLIDING, DrafterShape
 from dflash_pipeline.train.step import learn, score
+from dflash_pipeline.train.teacher import Teacher, teacher_spans
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shapes import HEADLINE, wide_shape
@@ -303,13 +305,16 @@ def ceilings(bench: Bench) -> None:
 
 
 def loss(bench: Bench) -> None:
-    """The loss alone, by chunk size and by place of the gradient."""
+    """The loss alone, by chunk size and by how many teacher rows are projected at a time."""
     sizes = bench.sizes
     shape = sizes.drafter
     _loss_figures(bench, shape, sizes.chunks)
     if not bench.is_cuda:
         return
 
+    for group in (256, 1024):
+        with patch.object(teacher_module, "GROUP_ROWS", group):
+            _loss_figures(bench, shape, sizes.chunks[:1], f", groups of {group}")
     _loss_figures(bench, sizes.small, sizes.chunks[1:2])
     hidden, vocab = sizes.wide_head
     wide = replace(shape, hidden_size=hidden, vocab_size=vocab)
@@ -670,7 +675,7 @@ def kernel(bench: Bench) -> None:
     vocab, rows = shape.vocab_size, bench.sizes.chunks[1]
     teachers = rows * 2 // 5
     logits = [torch.randn(rows, vocab, device=bench.device) for _ in range(2)]
-    target_UV = torch.randn(teachers, vocab, device=bench.device)
+    target_CV = torch.randn(teachers, vocab, device=bench.device)
     slope_PV = torch.empty(rows, vocab, device=bench.device, dtype=bench.dtype)
     label_R = torch.randint(vocab, (rows,), device=bench.device)
     index_R = torch.arange(rows, device=bench.device) * teachers // rows
@@ -687,12 +692,11 @@ def kernel(bench: Bench) -> None:
         ) -> None:
             loss_kernel.score_rows(
                 logits[turn % 2],
-                target_UV if has_teacher else None,
+                target_CV if has_teacher else None,
                 slope_PV,
                 label_R,
                 index_R if has_teacher else None,
                 stats_FR,
-                0,
                 0,
                 constants,
             )
@@ -700,7 +704,7 @@ def kernel(bench: Bench) -> None:
         with patch.object(loss_kernel, "WARP_VALUES", warp_values):
             ms = bench.ms(once)
         size_bytes = 2 * logits[0].nbytes + slope_PV.nbytes
-        size_bytes += 2 * target_UV.nbytes if has_teacher else 0
+        size_bytes += 2 * target_CV.nbytes if has_teacher else 0
         bench.tell(
             f"kernel {name} tile {tile} warps {tile // warp_values}, {rows} rows",
             ms=ms,

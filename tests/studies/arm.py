@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
-from dflash_pipeline.train import loss, worker
+from dflash_pipeline.train import loss, teacher, worker
 
 TRAIN = "studies.arm:main"
 TRAIN_BF16_LOGITS = "studies.arm:main_with_bf16_logits"
@@ -29,13 +29,14 @@ def main(run: Run, place: Place, extra: dict[str, Any]) -> None:
 
 def main_with_bf16_logits(run: Run, place: Place, extra: dict[str, Any]) -> None:
     """The same, the logits of drafter and target rounded."""
-    loss.raw_logits = bf16_logits
+    loss.raw_logits = teacher.raw_logits = bf16_logits
     try:
         worker.main(run, place, extra)
     finally:
-        loss.raw_logits = _raw_logits
+        loss.raw_logits = teacher.raw_logits = _raw_logits
 
 
-def bf16_logits(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
+def bf16_logits(hidden_NH: Tensor, weight_VH: Tensor, out_NV: Tensor | None = None) -> Tensor:
     """fp32 [N, V] that hold what bf16 ones would."""
-    return _raw_logits(hidden_NH, weight_VH).to(torch.bfloat16).to(torch.float32)
+    logits_NV = _raw_logits(hidden_NH, weight_VH, out_NV)
+    return logits_NV.copy_(logits_NV.to(torch.bfloat16))

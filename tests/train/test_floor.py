@@ -13,8 +13,9 @@ from dflash_pipeline.configs.schema import LossConfig
 from dflash_pipeline.train.drafter import Drafter, KeyValue
 from dflash_pipeline.train.floor import H200_FLOP_PER_S, StepSize, loss_flop, step_flop
 from dflash_pipeline.train.head import TargetHead
-from dflash_pipeline.train.loss import Teacher, chunked_loss
+from dflash_pipeline.train.loss import chunked_loss
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.teacher import Teacher
 from shapes import HEADLINE
 
 NUM_CONTEXT, NUM_ROWS = 24, 12

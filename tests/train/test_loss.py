@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dflash_pipeline.configs.schema import LossConfig
 from dflash_pipeline.train.head import TargetHead
-from dflash_pipeline.train.loss import Teacher, chunked_loss, reference_loss, teacher_spans
+from dflash_pipeline.train.loss import chunked_loss, reference_loss
 from dflash_pipeline.train.shape import DrafterShape
+from dflash_pipeline.train.teacher import Teacher, teacher_spans
 
 NUM_ROWS = 23
 
@@ -103,11 +104,6 @@ def test_the_chunk_size_changes_nothing_but_memory(shape: DrafterShape) -> None:
     assert totals == pytest.approx([totals[0]] * 4, rel=1e-6)
     right = (hidden_RH @ head_VH.T).argmax(-1) == label_R
     assert stats.correct_R.tolist() == right.float().tolist()
-
-
-def test_a_teacher_row_is_projected_once_a_chunk() -> None:
-    index = np.array([0, 0, 1, 2, 2, 3, 5, 6])
-    assert teacher_spans(index, 3) == ((0, 2), (2, 4), (5, 7))
 
 
 @pytest.mark.parametrize("name", ["kl", "tv"])

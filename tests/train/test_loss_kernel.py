@@ -20,8 +20,9 @@ from torch import Tensor
 from dflash_pipeline.configs.schema import LossConfig
 from dflash_pipeline.train import loss
 from dflash_pipeline.train.head import TargetHead
-from dflash_pipeline.train.loss import Teacher, chunked_loss, reference_loss, teacher_spans
+from dflash_pipeline.train.loss import chunked_loss, reference_loss
 from dflash_pipeline.train.shape import FULL, DrafterShape
+from dflash_pipeline.train.teacher import Teacher, teacher_spans
 
 CONFIGS = {
     "ce": LossConfig(ce=0.7),
@@ -120,7 +121,11 @@ def compare(name: str, vocab_size: int, soft_cap: float, dtype: torch.dtype, dev
     rows = hidden_RH.to(device).requires_grad_()
     teacher = Teacher(state_UH.to(device), index.to(device), spans)
     head = TargetHead(head_VH.to(device), None, shape)
-    with patch.object(loss, "_has_kernel", lambda _logits: True):
+    # small groups: the held rows go round
+    with (
+        patch.object(loss, "_has_kernel", lambda _logits: True),
+        patch("dflash_pipeline.train.teacher.GROUP_ROWS", 2),
+    ):
         loss_R, stats = chunked_loss(rows, head, label_R.to(device), teacher, config)
     total = (loss_R * weight_R.to(device)).sum()
     (total / 3).backward()
@@ -159,13 +164,13 @@ def test_the_kernel_compiles_for_hopper_without_spilling_into_memory(
     constants = loss_kernel.score_constants(vocab_size, config, 1.0, soft_cap)
     kinds = {
         "logits_PV": "*fp32",
-        "target_UV": "*fp32",
+        "target_CV": "*fp32",
         "gradient_PV": "*bf16" if bits == 16 else "*fp32",
         "label_R": "*i64",
         "index_R": "*i64",
         "stats_FR": "*fp32",
         "first_row": "i32",
-        "first_teacher": "i32",
+        "num_held": "i32",
         "num_rows": "i32",
     }
     code = ptx_for_hopper(

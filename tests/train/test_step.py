@@ -22,13 +22,13 @@ from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.forward import CompiledForward, EagerForward
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.head import TargetHead
-from dflash_pipeline.train.loss import Teacher
 from dflash_pipeline.train.metrics import Metrics, Summary
 from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.ring import Ring, Sizes
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.step import draft_blocks, learn, score
 from dflash_pipeline.train.stored import StoredRows
+from dflash_pipeline.train.teacher import Teacher
 from waits import no_waits
 
 CONFIG = TrainConfig(batch_tokens=1024, batch_anchors=64, anchors_per_sample=8)
