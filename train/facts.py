@@ -11,11 +11,30 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 ANSWER_S = 30.0
 """Longest that the server, a thread of its own in rank 0's process, is waited for."""
 _POLL_S = (0.002, 0.2)
+
+
+def within(limit_s: float, call: Callable[[], _T], name: str) -> _T:
+    """What the call returns or raises; TimeoutError where it has not after `limit_s`.
+
+    Only a thread that nobody waits for may be left behind in a call of torch without end.
+    """
+    result: Future[_T] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return result.result(limit_s)
 
 
 class Facts:

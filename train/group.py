@@ -21,13 +21,15 @@ from torch import Tensor
 
 from dflash_pipeline.configs.errors import first_line
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.train.facts import ANSWER_S, Facts
+from dflash_pipeline.train.facts import ANSWER_S, Facts, within
 
 # torch exports its key-value stores without types
 _kv: Any = dist
 
 # the collective's own limit fires after ours, which can say who is missing
 _MARGIN_S = 30.0
+# at the start ours comes after: torch's waits have limits, but for a server that stands still
+_START_MARGIN_S = 5.0
 _BEAT_EVERY_S = 1.0
 # beats after which a rank that told nothing is taken to have ended
 _LOST_BEATS = 2.5
@@ -75,19 +77,22 @@ class Group:
         if place.world == 1:
             return
         limit = timedelta(seconds=timeout_s + (_MARGIN_S if place.kind == "cuda" else 0))
-        served = _served(place, timedelta(seconds=timeout_s))
+        served = _served(place, timeout_s)
         self._facts = Facts(served, min(timeout_s, ANSWER_S))
-        device = torch.device(place.device) if place.kind == "cuda" else None
-        try:
+
+        def join() -> None:
             dist.init_process_group(
                 "nccl" if place.kind == "cuda" else "gloo",
                 store=_kv.PrefixStore("group", served),
                 rank=place.rank,
                 world_size=place.world,
                 timeout=limit,
-                device_id=device,
+                device_id=torch.device(place.device) if place.kind == "cuda" else None,
             )
-        except RuntimeError as error:
+
+        try:
+            within(limit.total_seconds() + _START_MARGIN_S, join, "join")
+        except (RuntimeError, TimeoutError) as error:
             raise ValueError(self.missing()) from error
 
     def add_up(self, tensor: Tensor) -> None:
@@ -281,9 +286,9 @@ class Group:
             dist.destroy_process_group()
 
 
-def _served(place: Place, timeout: timedelta) -> Any:
+def _served(place: Place, timeout_s: float) -> Any:
     """The key-value store of the launcher's rendezvous, or of torchrun's environment."""
-    address = urlsplit(place.rendezvous)
+    address, timeout = urlsplit(place.rendezvous), timedelta(seconds=timeout_s)
     if address.scheme == "file":
         store = _kv.FileStore(address.path, place.world)
         store.set_timeout(timeout)
@@ -295,14 +300,21 @@ def _served(place: Place, timeout: timedelta) -> Any:
         # under torchrun the agent serves the store already, and keeps it over a restart
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = place.rank == 0 and not agent_serves
-    limit, told = f"{timeout.total_seconds():g} s", "or raise train.timeout_s"
+
+    def reach() -> Any:
+        return _kv.TCPStore(host, port, place.world, serves, timeout)
+
     try:
-        served = _kv.TCPStore(host, port, place.world, serves, timeout)
-    except RuntimeError as error:
-        what = f"could not reach the key-value store of all ranks at {host}:{port} within {limit}"
+        served = within(timeout_s + _START_MARGIN_S, reach, "reach")
+    except (RuntimeError, TimeoutError) as error:
+        what = (
+            f"could not reach the key-value store of all ranks at {host}:{port} within "
+            f"{timeout_s:g} s"
+        )
         if serves:
-            what = f"waited {limit} for all {place.world} ranks to start"
+            what = f"waited {timeout_s:g} s for all {place.world} ranks to start"
         raise ValueError(
-            f"rank {place.rank} {what}: see the logs of the others, {told} ({first_line(error)})"
+            f"rank {place.rank} {what}: see the logs of the others, or raise train.timeout_s "
+            f"({first_line(error) or 'no answer'})"
         ) from error
     return _kv.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), served)
