@@ -77,12 +77,16 @@ def test_the_real_targets_figures_are_those_that_were_measured() -> None:
 
 def test_the_estimate_of_the_study_is_the_one_that_is_told() -> None:
     seconds = sum(part.seconds for part in cost.costs(SIZES["full"], 3, 1))
-    size_bytes = sum(cost.store_sizes(SIZES["full"]).values())
-    told = f"{seconds / 60:.0f} minutes on one H200 and {size_bytes / 1e9:.0f} GB of disk"
+    most = cost.most_bytes(SIZES["full"], 3, has_memory=True)
+    alone = cost.most_bytes(SIZES["full"], 3, has_memory=False)
+    told = (
+        f"{seconds / 60:.0f} minutes on one H200, and at most {most.disk / 1e9:.0f} GB of disk and "
+        f"{most.memory / 1e9:.0f} of memory (with all of it on one disk {alone.disk / 1e9:.0f})"
+    )
     assert told in FLAT
-    assert "39 runs" in FLAT
-    assert "six answers a prompt" in FLAT
-    assert SIZES["full"].samples + 1 == 6
+    assert f"{cost.num_runs(3)} runs" in FLAT
+    assert "five answers a prompt" in FLAT
+    assert SIZES["full"].samples + 1 == 5
 
 
 @pytest.mark.parametrize("name", ["study", "head_to_head"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,22 @@ import pytest
 import torch
 
 from dflash_pipeline.configs.load import load
+from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.status import end_status
 from dflash_pipeline.configs.sweep import read_variants
 from dflash_pipeline.train import loss, teacher
 from studies import arm as arm_process
-from studies import cost, result
+from studies import cost, preparing, result
 from studies.arms import (
     FOLLOWED,
     LOSSES,
     MODES,
     WEIGHTS,
+    Arm,
+    StoreFacts,
     fingerprint,
     following_arm,
+    is_of_bf16_logits,
     later_arms,
     needed_stores,
     objective_arms,
@@ -40,7 +47,7 @@ from studies.paired import (
 )
 from studies.running import Deadline, Job, OutOfTime, run_jobs
 from studies.sizes import SIZES, TEMPERATURE, answer_jobs, config_text, is_sampled, prompt_of
-from studies.stages import Study
+from studies.stages import STAGES, Study, named_stages
 
 SEEDS = (0, 1, 2)
 
@@ -188,6 +195,11 @@ def test_what_is_asked_of_the_best_changes_one_thing(best: str) -> None:
     assert arms["cap"].settings.keys() - base.settings.keys() == {"loss.cap_lambda"}
     assert arms["bf16-logits"].settings == base.settings
     assert [name for name, arm in arms.items() if arm.has_bf16_logits] == ["bf16-logits"]
+    runs = [arm.run_name(seed) for arm in arms.values() for seed in arm.seeds]
+    assert sum(map(is_of_bf16_logits, runs)) == len(SEEDS)
+    # in the order of what matters most: time may be up
+    questions = [arm.question for arm in arms.values()]
+    assert list(dict.fromkeys(questions)) == ["modes", "cap", "logits", "shape"]
     # without KL nothing reads `last`: how it is stored changes nothing
     modes = [name for name, arm in arms.items() if arm.question == "modes"]
     wanted = (
@@ -340,9 +352,11 @@ def test_the_arm_of_bf16_logits_gives_the_loss_its_own_product_and_takes_it_back
         "main",
         lambda *_: seen.extend((loss.raw_logits, teacher.raw_logits)) or 1 / 0,
     )
-    with pytest.raises(ZeroDivisionError):
-        arm_process.main_with_bf16_logits(None, None, {})
-    assert seen == [arm_process.bf16_logits] * 2
+    for name in ("bf16-logits-s1", "cap-s1"):
+        run = replace(Run(), train=replace(Run().train, out=f"arms/{name}"))
+        with pytest.raises(ZeroDivisionError):
+            arm_process.main(run, None, {})
+    assert seen == [arm_process.bf16_logits] * 2 + [arm_process._raw_logits] * 2
     assert loss.raw_logits is teacher.raw_logits is arm_process._raw_logits
 
 
@@ -379,14 +393,121 @@ def test_a_study_goes_on_only_with_what_it_is_of(tmp_path: Path) -> None:
         study.prepare(tmp_path)
     with pytest.raises(ValueError, match="size full needs --prompts"):
         replace(study, folder=tmp_path / "t", size_name="full").prepare(None)
+    with pytest.raises(ValueError, match="other memory: go on with the same ones"):
+        replace(study, memory=tmp_path / "memory").prepare(None)
+
+
+def test_a_rehearsal_takes_the_first_rows_of_each_file_whatever_they_hold(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.mkdir()
+    # a separator that a text would be split at
+    rows = [f'{{"id": {number}, "text": "a\u2028b"}}\n' for number in range(20)]
+    for name in cost.PROMPTS:
+        (prompts / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+    study = Study(tmp_path / "s", "rehearsal", SEEDS, "cpu", 2, Deadline(1))
+    study.prepare(prompts)
+    kept = {
+        name: (tmp_path / "s" / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8")
+        for name in cost.PROMPTS
+    }
+    assert kept["train_math"] == "".join(rows[:8])
+    assert kept["eval_chat"] == "".join(rows[:2])
+
+
+def test_a_study_that_will_not_fit_is_refused_before_it_begins(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    preparing.check_room(cost.Bytes(1, 1), tmp_path, memory)
+    with pytest.raises(ValueError, match=f"^{memory} has .* free, the study takes"):
+        preparing.check_room(cost.Bytes(1, 1e18), tmp_path, memory)
+    with pytest.raises(ValueError, match=f"^{tmp_path} has .* free"):
+        preparing.check_room(cost.Bytes(1e18, 0), tmp_path, None)
+
+
+def _trained(study: Study, arms: list[Arm]) -> None:
+    """Let the runs of these arms look as if they were trained."""
+    for arm in arms:
+        for seed in arm.seeds:
+            run = study.folder / "arms" / arm.run_name(seed)
+            (run / "step-00000010" / "state").mkdir(parents=True)
+            (run / "step-00000010" / "model.safetensors").touch()
+            end_status(str(run / "logs"), "train", 0, "done", "")
+
+
+def test_what_no_later_stage_reads_is_removed_and_its_facts_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory = tmp_path / "memory"
+    study = Study(tmp_path / "s", "tiny", SEEDS, "cpu", 3, Deadline(1), memory)
+    study.folder.mkdir()
+    monkeypatch.chdir(study.folder)
+    (study.folder / "facts").mkdir()
+    (study.folder / "done").mkdir()
+    for name in MODES:
+        facts = StoreFacts("d", 1, 1, 10, 5, 2.0)
+        (study.folder / "facts" / f"{name}.json").write_text(json.dumps(asdict(facts)))
+        (study.folder / "done" / f"capture-{name}").touch()
+        for folder in (study.folder / "stores" / name, memory / name):
+            folder.mkdir(parents=True)
+    losses = objective_arms(SEEDS)
+    _trained(study, losses)
+    study.clear()
+    # before the decision every store may be asked for
+    assert all(study.is_captured(name) for name in MODES)
+    assert not list(study.folder.glob("arms/*/*/state"))
+    assert len(list(study.folder.glob("arms/*/*/model.safetensors"))) == len(losses) * len(SEEDS)
+
+    (study.folder / "decision.json").write_text('{"objective": "ce-kl-dpace"}')
+    later = {arm.name: arm for arm in later_arms("ce-kl-dpace", SEEDS)}
+    _trained(study, [later["int8"], replace(later["int4"], seeds=SEEDS[:2])])
+    study.clear()
+    assert [name for name in MODES if study.is_captured(name)] == ["bf16", "int4", "int4-last"]
+    assert sorted(path.name for path in memory.iterdir()) == ["bf16", "int4", "int4-last"]
+    assert not (study.folder / "stores" / "int8").exists()
+    assert study.is_known("int8")
+    assert study.facts("int8").bytes_per_token == 2.0
+
+    # without KL nothing reads `last`: a mode that is not asked for goes
+    (study.folder / "decision.json").write_text('{"objective": "ce-gamma"}')
+    study.clear()
+    assert not study.is_captured("int4-last")
+
+
+def test_half_of_every_store_lies_in_the_memory_that_is_given(tmp_path: Path) -> None:
+    study = Study(tmp_path, "tiny", SEEDS, "cpu", 3, Deadline(1), Path("/memory"))
+    for name in (*MODES, "eval"):
+        words = study._capture_job(name).arguments
+        assert words[words.index("--store") + 1] == f"stores/{name},/memory/{name}"
+    words = replace(study, memory=None)._capture_job("bf16").arguments
+    assert words[words.index("--store") + 1] == "stores/bf16"
+
+
+def test_a_line_names_stages_in_its_order() -> None:
+    assert named_stages("all") == STAGES
+    assert named_stages("data,store") == ("data", "store")
+    with pytest.raises(argparse.ArgumentTypeError, match="no stage stroe: expected estimate, all"):
+        named_stages("data,stroe")
 
 
 def test_the_estimate_is_of_the_size_it_is_given() -> None:
     one, two = (cost.costs(SIZES["full"], 3, num_gpus) for num_gpus in (1, 2))
-    assert [part.name for part in one] == ["data", "store", "arms", "score"]
+    assert [part.name.partition(":")[0] for part in one] == list(STAGES[:-1])
     assert all(a.seconds > b.seconds for a, b in zip(one, two, strict=True))
-    # the whole must fit the time that one machine is held
-    assert sum(part.seconds for part in one) < 25 * 60
     half = replace(SIZES["full"], settings={**SIZES["full"].settings, "train.epochs": 1})
     assert cost.costs(half, 3, 1)[2].seconds < one[2].seconds
-    assert "39 runs" in one[2].how
+    assert cost.num_runs(3) == 39
+
+
+def test_the_full_size_is_what_is_asked_for_and_fits_one_gpu_machine() -> None:
+    full = SIZES["full"]
+    measured = cost._measured()["generate"]
+    generated = cost.num_answers(full, "train") * measured["tokens"] / measured["answers"]
+    assert generated >= 3e6
+    assert cost.num_answers(full, "eval") >= 2000
+    # of the half hour that a machine may be held: the rest is for its start and for the unforeseen
+    assert sum(part.seconds for part in cost.costs(full, 3, 1)) < 18 * 60
+    most = cost.most_bytes(full, 3, has_memory=True)
+    assert max(most.disk, most.memory) < 45e9
+    alone = cost.most_bytes(full, 3, has_memory=False)
+    assert alone.memory == 0
+    assert alone.disk == pytest.approx(most.disk + most.memory)
+    assert cost.most_bytes(SIZES["tiny"], 3, has_memory=True) == cost.Bytes(0, 0)

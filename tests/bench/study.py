@@ -1,14 +1,17 @@
 """Which loss, weighting, precision, store mode, order and shape make the better drafter.
 
-    python tests/bench/study.py STAGE FOLDER --prompts DIR [--size full|tiny] [--seeds 3]
-        [--gpus 0-1] [--per-gpu 8] [--minutes 9]
+    python tests/bench/study.py STAGES FOLDER --prompts DIR [--memory DIR] [--seeds 3]
+        [--size full|rehearsal|tiny] [--gpus 0-1] [--per-gpu 9] [--minutes 9]
 
-STAGE: estimate, data, store, arms, score, report, or `all`: one after another as far as time goes.
-DIR holds train_{math,code,chat}.jsonl and eval_{math,code,chat}.jsonl; `tiny` is of the toy target
-and writes its own. Run it again to go on: each stage does what is missing, stops in time, and says
-what is left (exit code 3). `arms` trains in two rounds: the losses, then, once `score` has chosen
-the best of them, everything that is asked of it. `report` writes study.json, study.md and study.png
-into FOLDER/report, and into $OUT where that is set, of whatever is scored by then.
+STAGES: `estimate`, `all`, or some of data, store, arms, score and report with commas between them,
+done one after another as far as time goes; `all` is data,store,arms,score,arms,score,report. DIR
+holds train_{math,code,chat}.jsonl and eval_{math,code,chat}.jsonl; `rehearsal` takes a few of them
+on any machine, `tiny` is of the toy target and writes its own. With --memory, a folder of its own
+on /dev/shm, half of every store lies there. Run it again to go on: each stage does what is missing,
+stops in time, and says what is left (exit code 3). `arms` trains in two rounds: the losses, then,
+once `score` has chosen the best of them, everything that is asked of it, what matters most first.
+`report` writes study.json, study.md and study.png into FOLDER/report, and into $OUT where that is
+set, of whatever is scored by then, and so does every line whose time is up.
 """
 
 from __future__ import annotations
@@ -24,24 +27,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from studies import cost, result
 from studies.running import Deadline, OutOfTime
 from studies.sizes import SIZES
-from studies.stages import Study, make_importable
+from studies.stages import Study, make_importable, named_stages
 
-STAGES = ("data", "store", "arms", "score", "arms", "score", "report")
+PER_GPU = 9
+"""Eighteen runs ask for the best objective, and as many are asked of it: two rounds of each."""
 
 
 def main() -> int:
     """0: done; 3: time was up, run the same line again."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("stage", choices=["estimate", "all", *dict.fromkeys(STAGES)])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--size", choices=list(SIZES), default="full")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--gpus", default="")
-    parser.add_argument("--per-gpu", type=int, default=8)
-    parser.add_argument("--minutes", type=float, default=9.0)
-    options = parser.parse_args()
-    make_importable()
+    options = _options()
+    make_importable(options.per_gpu)
     study = Study(
         options.folder.resolve(),
         options.size,
@@ -49,16 +44,17 @@ def main() -> int:
         options.gpus,
         options.per_gpu,
         Deadline(options.minutes),
+        options.memory.resolve() if options.memory else None,
     )
-    if options.stage == "estimate":
+    if options.stages == ("estimate",):
         num_devices = len(study.devices.ids)
-        print("\n".join(cost.lines(SIZES[options.size], options.seeds, num_devices)))
+        has_memory = options.memory is not None
+        print("\n".join(cost.lines(SIZES[options.size], options.seeds, num_devices, has_memory)))
         return 0
-    prompts = options.prompts.resolve() if options.prompts else None
-    study.prepare(prompts)
+    study.prepare(options.prompts.resolve() if options.prompts else None)
     os.chdir(study.folder)
     command = shlex.join(["python", "tests/bench/study.py", *sys.argv[1:]])
-    for stage in STAGES if options.stage == "all" else (options.stage,):
+    for stage in options.stages:
         begin = time.monotonic()
         print(f"{stage}: begun, {study.deadline.left_s:.0f} s left", flush=True)
         try:
@@ -67,11 +63,28 @@ def main() -> int:
             else:
                 getattr(study, stage)()
         except OutOfTime as out_of_time:
+            if study.has_scores:
+                # the machine may not be there for another call
+                result.write(study, command)
             print(f"{stage}: time is up after {time.monotonic() - begin:.0f} s")
             print(f"left: {out_of_time}; run the same line again", flush=True)
             return 3
         print(f"{stage}: done in {time.monotonic() - begin:.0f} s", flush=True)
     return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("stages", type=named_stages)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--memory", type=Path)
+    parser.add_argument("--size", choices=list(SIZES), default="full")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--gpus", default="")
+    parser.add_argument("--per-gpu", type=int, default=PER_GPU)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ LOSSES: Mapping[str, Mapping[str, object]] = {
 WEIGHTS = ("gamma", "dpace")
 FOLLOWED = "ce-gamma"
 """What the arm trains that follows a capture: the objective that is the default today."""
+BF16_LOGITS = "bf16-logits"
+"""The arm whose logits are rounded, which no setting of the product does: its name tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,12 @@ class Arm:
     """`section.key` -> value over the size's."""
     seeds: tuple[int, ...]
     store: str = BASE_STORE
-    has_bf16_logits: bool = False
     follows: bool = False
+
+    @property
+    def has_bf16_logits(self) -> bool:
+        """Whether its logits are rounded; otherwise they are fp32."""
+        return self.name == BF16_LOGITS
 
     def run_name(self, seed: int) -> str:
         """Its folder in arms/, and its variant of a sweep."""
@@ -133,12 +139,11 @@ def later_arms(best: str, seeds: Sequence[int]) -> list[Arm]:
     )
     arms.append(
         Arm(
-            name="bf16-logits",
+            name=BF16_LOGITS,
             question="logits",
             against=best,
             settings=base.settings,
             seeds=base.seeds,
-            has_bf16_logits=True,
         )
     )
     shapes: dict[str, Mapping[str, object]] = {
@@ -157,6 +162,11 @@ def later_arms(best: str, seeds: Sequence[int]) -> list[Arm]:
         for name, changed in shapes.items()
     ]
     return arms
+
+
+def is_of_bf16_logits(run: str) -> bool:
+    """Whether a run's folder is one of that arm's."""
+    return run.rpartition("-s")[0] == BF16_LOGITS
 
 
 def needed_stores(arms: Sequence[Arm]) -> list[str]:

@@ -1,34 +1,48 @@
-"""What the study costs on H200s, before it is run: operations, bytes, launches, seconds.
+"""What the study costs on H200s, before it is run: seconds of each stage, bytes of each place.
 
 Measured on one H200 (tests/bench/real_target.json) are the rates of single processes; how they
 share a GPU is assumed, and every line says which it is. Assumed is that kernels of several
-processes take turns: a GPU is busy for the sum of their device times, and none is faster than
-alone.
+processes take turns, which costs a quarter on top: a GPU is busy for the sum of their device times,
+and none is faster than alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.train.floor import H200_FLOP_PER_S, StepSize, step_flop
-from studies.arms import MODES, later_arms, objective_arms
-from studies.sizes import Size
+from studies.arms import BASE_STORE, EVAL_STORE, MODES, Arm, later_arms, objective_arms
+from studies.sizes import Size, answer_jobs
 
 MEASURED = Path(__file__).parents[1] / "bench" / "real_target.json"
 # rows of training and of held-out prompts that stand in the shared files
-TRAIN_PROMPTS, EVAL_PROMPTS = 3496, 260
+PROMPTS = {
+    "train_math": 1499,
+    "train_code": 564,
+    "train_chat": 1433,
+    "eval_math": 80,
+    "eval_code": 140,
+    "eval_chat": 40,
+}
 # assumed: small products reach so much of the GPU's best rate (8,192 rows of a hidden size of 576)
 EFFICIENCY = 0.25
-# assumed: a step of decoding a batch of 768 with its cache of up to 700 tokens, device time
-DECODE_STEP_S = 0.025
-# assumed: one process a slot at a time, with imports, rehearsal and compiling
+# assumed: what it costs that processes take turns on a GPU
+TURNS = 1.25
+# assumed: a step of decoding a batch of 1,024 with its cache, device time with the turns
+DECODE_STEP_S = 0.030
+# assumed: a process with imports, rehearsal, and compiling or loading the target
 START_S = 30.0
 # assumed: a replayed answer takes two passes of the drafter, each as slow to launch as a forward
 REPLAY_S = 0.012
-SLOTS = 8
+# assumed: the rate that each of three captures keeps beside the others and three trainers
+CAPTURE_SHARE = 0.7
+# cores and trainers of a GPU
+CORES, PER_GPU = 16, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,14 @@ class Dimensions:
     vocab_size: int = 49152
     layer_ids: tuple[int, ...] = (1, 8, 14, 20, 27)
 
+    @property
+    def num_parameters(self) -> int:
+        """Of its matrices."""
+        width = self.hidden_size
+        attention = 2 * width * self.head_dim * (self.num_heads + self.num_kv_heads)
+        a_layer = attention + 3 * width * self.intermediate_size
+        return len(self.layer_ids) * width * width + self.num_layers * a_layer
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -54,88 +76,181 @@ class Cost:
     how: str
 
 
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Of each place, at one moment."""
+
+    disk: float
+    memory: float
+
+
 def costs(size: Size, num_seeds: int, num_gpus: int) -> list[Cost]:
-    """Each stage of the full study."""
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["one_gpu"]
-    per_answer = measured["generate"]["tokens"] / measured["generate"]["answers"]
-    per_sample = measured["capture"]["tokens"] / measured["capture"]["samples"]
-    answers = TRAIN_PROMPTS * (1 + size.samples)
-    held_out = EVAL_PROMPTS * (1 + size.eval_samples)
-    tokens = (answers + held_out) * per_answer
-    new_tokens, batch = (
-        _number(size, "generate.max_new_tokens"),
-        _number(size, "generate.batch_size"),
-    )
-    rounds = (answers + held_out) / batch
-    decode_s = rounds * new_tokens * DECODE_STEP_S / num_gpus + START_S
-    context = answers * per_sample
-    modes = [mode for mode in MODES if mode != "bf16"]
-    store_bytes = store_sizes(size)
-    capture_s = context / measured["capture"]["tokens_per_s"]
-    # three captures of the second round share the GPUs
-    stores_s = (capture_s + START_S) + (capture_s * len(modes) / num_gpus + START_S)
-    anchors, batch_anchors = (
-        _number(size, f"train.{name}") for name in ("anchors_per_sample", "batch_anchors")
-    )
-    steps = _number(size, "train.epochs") * answers * anchors / batch_anchors
-    flop = step_flop(Dimensions(), _step_size(size, per_sample))
-    device_s = flop.total / H200_FLOP_PER_S / EFFICIENCY
-    alone_s = 1 / measured["train"]["steps_per_s"]
-    runs = num_seeds * (len(objective_arms((0,))) + 1)
-    runs += sum(len(arm.seeds) for arm in later_arms("ce-kl-gamma", tuple(range(num_seeds))))
-    a_step_s = max(device_s, alone_s / SLOTS) / num_gpus
-    train_s = runs * (steps * a_step_s + START_S / SLOTS / num_gpus)
-    score_s = runs * held_out * REPLAY_S / SLOTS / num_gpus + START_S
+    """Each stage of the full study, in its order."""
+    objectives = objective_arms(tuple(range(num_seeds)))
+    later = later_arms("ce-kl-gamma", tuple(range(num_seeds)))
     return [
-        Cost(
-            "data",
-            decode_s,
-            f"{answers + held_out:,.0f} answers of {per_answer:.0f} tokens (measured) are "
-            f"{tokens / 1e6:.1f} M; {rounds:.0f} batches of {new_tokens} steps, "
-            f"{DECODE_STEP_S * 1e3:.0f} ms each (assumed)",
-        ),
-        Cost(
-            "store",
-            stores_s,
-            f"{context / 1e6:.1f} M tokens at {measured['capture']['tokens_per_s']:,.0f} a second "
-            f"(measured) {1 + len(modes)} times; GB "
-            + ", ".join(f"{name} {value / 1e9:.1f}" for name, value in store_bytes.items()),
-        ),
-        Cost(
-            "arms",
-            train_s,
-            f"{runs} runs of {steps:,.0f} steps of {batch_anchors:,} blocks: "
-            f"{flop.total / 1e12:.2f} TFLOP a step, {device_s * 1e3:.1f} ms of the device at "
-            f"{EFFICIENCY:.0%} of its rate (assumed), {alone_s * 1e3:.0f} ms to launch (measured, "
-            f"one process): {SLOTS} share a GPU",
-        ),
-        Cost(
-            "score",
-            score_s,
-            f"{runs} runs x {held_out:,} answers x {REPLAY_S * 1e3:.0f} ms (assumed), "
-            f"{SLOTS} at once",
-        ),
+        _data(size, num_gpus),
+        _store(size, num_seeds, num_gpus),
+        _arms("arms: the losses", size, objectives, num_gpus),
+        # with the runs that followed the capture, prompt lookup and an untrained drafter
+        _score(size, _num_runs(objectives) + num_seeds + 2, num_gpus),
+        _arms("arms: of the best loss", size, later, num_gpus),
+        _score(size, _num_runs(later), num_gpus),
     ]
 
 
+def num_runs(num_seeds: int) -> int:
+    """All that are trained."""
+    seeds = tuple(range(num_seeds))
+    return _num_runs([*objective_arms(seeds), *later_arms("ce-kl-gamma", seeds)]) + num_seeds
+
+
+def _num_runs(arms: Sequence[Arm]) -> int:
+    return sum(len(arm.seeds) for arm in arms)
+
+
+def num_answers(size: Size, split: str) -> int:
+    """Of all jobs of `train` or of `eval`."""
+    jobs = [job for job in answer_jobs(size) if job.name.startswith(split)]
+    return sum(sum(PROMPTS[file] for file in job.files) * max(job.samples, 1) for job in jobs)
+
+
+def _data(size: Size, num_gpus: int) -> Cost:
+    measured = _measured()["generate"]
+    per_answer = measured["tokens"] / measured["answers"]
+    batch, steps = _number(size, "generate.batch_size"), _number(size, "generate.max_new_tokens")
+    answers = num_answers(size, "train") + num_answers(size, "eval")
+    rounds = sum(
+        math.ceil(sum(PROMPTS[file] for file in job.files) * max(job.samples, 1) / batch)
+        for job in answer_jobs(size)
+    )
+    return Cost(
+        "data",
+        rounds * steps * DECODE_STEP_S / num_gpus + START_S,
+        f"{answers:,} answers of {per_answer:.0f} tokens (measured, greedy) are "
+        f"{answers * per_answer / 1e6:.1f} M; {rounds} batches of {steps} steps, "
+        f"{DECODE_STEP_S * 1e3:.0f} ms each (assumed)",
+    )
+
+
+def _store(size: Size, num_seeds: int, num_gpus: int) -> Cost:
+    context, rate = num_context(size, "train"), _measured()["capture"]["tokens_per_s"]
+    capture_s = context / (rate * CAPTURE_SHARE)
+    # the plan, then the followers start, then the capture does; it ends a little before they do
+    followed_s = 3 * START_S + capture_s + START_S / 2
+    # two at a time beside it
+    num_others = len(MODES) - 1
+    others_s = math.ceil(num_others / (3 * num_gpus - 1)) * (capture_s + START_S)
+    return Cost(
+        "store",
+        max(followed_s, others_s),
+        f"{context / 1e6:.1f} M tokens at {CAPTURE_SHARE:.0%} (assumed) of {rate:,.0f} a second "
+        f"(measured): bf16, followed by {num_seeds} runs, in {followed_s:.0f} s, the modes "
+        f"beside it in {others_s:.0f} s",
+    )
+
+
+def _arms(name: str, size: Size, arms: Sequence[Arm], num_gpus: int) -> Cost:
+    flop = step_flop(Dimensions(), _step_size(size))
+    device_s = TURNS * flop.total / H200_FLOP_PER_S / EFFICIENCY
+    alone_s = 1 / _measured()["train"]["steps_per_s"]
+    a_step_s = max(device_s, alone_s / PER_GPU) / num_gpus
+    blocks = num_answers(size, "train") * _number(size, "train.anchors_per_sample")
+    batch = _number(size, "train.batch_anchors")
+    steps = _number(size, "train.epochs") * blocks / batch
+    # blocks of 16 are twice the rows, one and five layers together as much as two of three
+    runs = _num_runs(arms) + sum("block" in arm.name for arm in arms)
+    waves = math.ceil(runs / (PER_GPU * num_gpus))
+    return Cost(
+        name,
+        runs * steps * a_step_s + waves * START_S,
+        f"{_num_runs(arms)} runs of {steps:,.0f} steps of {batch:,} blocks: "
+        f"{flop.total / 1e12:.2f} TFLOP a step, {device_s * 1e3:.1f} ms of the device at "
+        f"{EFFICIENCY:.0%} of its rate and with the turns (assumed), {alone_s * 1e3:.0f} ms alone "
+        f"(measured, of half the blocks): {PER_GPU} share a GPU",
+    )
+
+
+def _score(size: Size, runs: int, num_gpus: int) -> Cost:
+    held_out = num_answers(size, "eval")
+    return Cost(
+        "score",
+        runs * held_out * REPLAY_S / CORES / num_gpus + START_S,
+        f"{runs} x {held_out:,} answers x {REPLAY_S * 1e3:.0f} ms (assumed) on {CORES} cores",
+    )
+
+
+def num_context(size: Size, split: str) -> float:
+    """Tokens of a store, prompts included."""
+    measured = _measured()["capture"]
+    return float(num_answers(size, split) * measured["tokens"] / measured["samples"])
+
+
 def store_sizes(size: Size) -> dict[str, float]:
-    """Bytes of each store of the full study, without the held-out answers'."""
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["one_gpu"]
-    answers = TRAIN_PROMPTS * (1 + size.samples)
-    context = answers * measured["capture"]["tokens"] / measured["capture"]["samples"]
-    generated = answers * measured["generate"]["tokens"] / measured["generate"]["answers"]
-    return {name: _bytes(context, generated, name) for name in MODES}
+    """Bytes of each store of the full study."""
+    measured = _measured()["generate"]
+    per_answer = measured["tokens"] / measured["answers"]
+    found = {}
+    for name in (*MODES, EVAL_STORE):
+        split = "eval" if name == EVAL_STORE else "train"
+        mode = BASE_STORE if name == EVAL_STORE else name
+        generated = num_answers(size, split) * per_answer
+        found[name] = _bytes(num_context(size, split), generated, mode)
+    return found
 
 
-def lines(size: Size, num_seeds: int, num_gpus: int) -> list[str]:
+def most_bytes(size: Size, num_seeds: int, has_memory: bool) -> Bytes:
+    """At the moment of the most; 0 for a size that is not estimated: it takes next to nothing."""
+    if not size.is_estimated:
+        return Bytes(0, 0)
+    found = moments(size, num_seeds, has_memory).values()
+    return Bytes(max(one.disk for one in found), max(one.memory for one in found))
+
+
+def moments(size: Size, num_seeds: int, has_memory: bool) -> dict[str, Bytes]:
+    """What lies in each place as the study goes on."""
+    sizes, parameters = store_sizes(size), Dimensions().num_parameters
+    # bf16 weights; masters and moments, which go once a round is trained
+    kept, state = 2 * parameters, 12 * parameters
+    first = _num_runs(objective_arms(tuple(range(num_seeds)))) + num_seeds
+    every = num_runs(num_seeds)
+    lasting = (BASE_STORE, EVAL_STORE)
+    found = {
+        "all stores captured": (sum(sizes.values()), num_seeds * (kept + state)),
+        "the losses trained": (sum(sizes.values()), (first + PER_GPU) * (kept + state)),
+        "all trained": (
+            sum(sizes.values()),
+            every * kept + (every - first + PER_GPU) * state,
+        ),
+        "at the end": (sum(sizes[name] for name in lasting), every * kept),
+    }
+    share = 0.5 if has_memory else 1.0
+    return {
+        name: Bytes(stores * share + runs, stores * (1 - share))
+        for name, (stores, runs) in found.items()
+    }
+
+
+def lines(size: Size, num_seeds: int, num_gpus: int, has_memory: bool) -> list[str]:
     """For people; only the full size was made for this estimate."""
-    if size.preset != "smollm2":
-        return [f"the estimate is of the preset smollm2, not of {size.preset}"]
+    if not size.is_estimated:
+        return ["the estimate is of the full size, and of no other"]
     found = costs(size, num_seeds, num_gpus)
-    told = [f"{one.name:6} {one.seconds:5.0f} s  {one.how}" for one in found]
+    told = [f"{one.name:22} {one.seconds:5.0f} s  {one.how}" for one in found]
     total = sum(one.seconds for one in found)
-    told.append(f"disk   {sum(store_sizes(size).values()) / 1e9:5.0f} GB of stores (computed)")
-    return [*told, f"all    {total:5.0f} s on {num_gpus} GPU{'s' * (num_gpus > 1)}, not measured"]
+    told.append(f"{'all':22} {total:5.0f} s  on {num_gpus} GPU{'s' * (num_gpus > 1)}, not measured")
+    sizes = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in store_sizes(size).items())
+    told.append(f"GB of stores (computed): {sizes}")
+    for name, place in moments(size, num_seeds, has_memory).items():
+        told.append(
+            f"{name}: {place.disk / 1e9:.0f} GB on disk, {place.memory / 1e9:.0f} in memory"
+        )
+    return told
+
+
+def _measured() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads(MEASURED.read_text(encoding="utf-8"))["one_gpu"]
+    return found
 
 
 def _number(size: Size, key: str) -> int:
@@ -151,7 +266,8 @@ def _bytes(num_tokens: float, num_teachers: float, mode: str) -> float:
     return num_tokens * hidden + num_teachers * last
 
 
-def _step_size(size: Size, per_sample: float) -> StepSize:
+def _step_size(size: Size) -> StepSize:
+    per_sample = num_context(size, "train") / num_answers(size, "train")
     blocks, slots = _number(size, "train.batch_anchors"), _number(size, "drafter.block_size")
     context = round(blocks / _number(size, "train.anchors_per_sample") * per_sample)
     return StepSize(

@@ -10,16 +10,25 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dflash_pipeline.capture import toytext
+from dflash_pipeline.configs.sizes import size_text
+from studies import cost
 from studies.sizes import DOMAINS, SIZES, Size, config_text
 
 TOY_SEED = 3
 _PROMPT_FILES = [f"{split}_{domain}" for split in ("train", "eval") for domain in DOMAINS]
 
 
-def prepare(folder: Path, size_name: str, seeds: Sequence[int], prompts: Path | None) -> None:
+def prepare(
+    folder: Path,
+    size_name: str,
+    seeds: Sequence[int],
+    prompts: Path | None,
+    memory: Path | None = None,
+) -> None:
     """Copy the prompts and write the configuration, or find that this study's are there.
 
-    ValueError where the folder holds another study, or prompts are missing or too many.
+    ValueError where the folder holds another study, prompts are missing or too many, or a new study
+    will not fit into `folder` and `memory`.
     """
     size = SIZES[size_name]
     if size.preset == "toy" and prompts is not None:
@@ -43,6 +52,7 @@ def prepare(folder: Path, size_name: str, seeds: Sequence[int], prompts: Path | 
         "settings": asdict(size),
         "seeds": list(seeds),
         "prompts": digest.hexdigest()[:16],
+        "memory": str(memory or ""),
     }
     path = folder / "settings.json"
     if path.exists():
@@ -54,16 +64,34 @@ def prepare(folder: Path, size_name: str, seeds: Sequence[int], prompts: Path | 
                 "same ones, or name another folder"
             )
     else:
+        check_room(cost.most_bytes(size, len(seeds), memory is not None), folder, memory)
         path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
     (folder / "dflash.toml").write_text(config_text(size), encoding="utf-8")
 
 
+def check_room(needed: cost.Bytes, folder: Path, memory: Path | None) -> None:
+    """ValueError where a file system has less room than the study takes of it."""
+    places = [(folder, needed.disk)]
+    if memory is not None:
+        memory.mkdir(parents=True, exist_ok=True)
+        places.append((memory, needed.memory))
+    for place, size_bytes in places:
+        free = shutil.disk_usage(place).free
+        if free < size_bytes:
+            raise ValueError(
+                f"{place} has {size_text(free)} free, the study takes {size_text(size_bytes)} of "
+                "it: make room, or give half of the stores another file system by --memory"
+            )
+
+
 def _write_prompts(path: Path, prompts: Path | None, size: Size) -> None:
-    """One file: a copy, or the toy's own of the same name."""
-    if prompts is not None:
-        shutil.copyfile(prompts / path.name, path)
-        return
+    """One file: of a real target's, or the toy's own of the same name."""
     split, _, domain = path.stem.partition("_")
-    count = size.toy_prompts[split == "eval"]
+    count = size.num_prompts[split == "eval"]
+    if prompts is not None:
+        # bytes: text would also be split at separators that stand inside of a row
+        lines = (prompts / path.name).read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:count] if count else lines))
+        return
     rows = toytext.rows(domain, split, count, TOY_SEED)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from dflash_pipeline.train.segments import ORDER_FILE
-from studies.arms import BASE_STORE, FOLLOWED, Arm, following_arm, later_arms, objective_arms
+from studies.arms import (
+    BASE_STORE,
+    EVAL_STORE,
+    FOLLOWED,
+    Arm,
+    following_arm,
+    later_arms,
+    needed_stores,
+    objective_arms,
+)
 from studies.paired import Difference, Score, Unpaired, relative, smallest_mode
 from studies.scoring import LOOKUP, UNTRAINED, score_path
 from studies.sizes import is_sampled
@@ -43,7 +52,7 @@ def gathered(study: Study, command: str) -> dict[str, Any]:
     decision = study.decision()
     arms = [*objective_arms(study.seeds), following_arm(study.seeds)]
     arms += later_arms(decision, study.seeds) if decision else []
-    scores = {arm.name: study.scores(arm) for arm in arms if _is_captured(study, arm.store)}
+    scores = {arm.name: study.scores(arm) for arm in arms if study.is_known(arm.store)}
     told = {arm.name: _arm(study, arm, scores) for arm in arms if scores.get(arm.name)}
     left = [
         arm.run_name(seed)
@@ -51,10 +60,8 @@ def gathered(study: Study, command: str) -> dict[str, Any]:
         for seed in arm.seeds
         if not score_path(study.folder, arm.run_name(seed)).exists()
     ]
-    stores = [
-        name for name in dict.fromkeys(arm.store for arm in arms) if _is_captured(study, name)
-    ]
-    facts = {name: study.facts(name) for name in [*stores, "eval"] if _is_captured(study, name)}
+    stores = [name for name in [*needed_stores(arms), EVAL_STORE] if study.is_known(name)]
+    facts = {name: study.facts(name) for name in stores}
     found: dict[str, Any] = {
         "what": "tests/bench/study.py: losses, weights, CAP, logits, store modes, order and shape",
         "command": command,
@@ -72,10 +79,6 @@ def gathered(study: Study, command: str) -> dict[str, Any]:
         "not_run": left,
     }
     return found | {"decision": _decided(decision, told, scores, found["stores"])}
-
-
-def _is_captured(study: Study, store: str) -> bool:
-    return (study.folder / "done" / f"capture-{store}").exists()
 
 
 def _answers(scores: Mapping[str, Sequence[Score]]) -> dict[str, int]:

@@ -16,25 +16,28 @@ class Size:
 
     preset: str
     """Of the target."""
-    toy_prompts: tuple[int, int]
-    """Training and held-out prompts of a domain that the toy writes; 0: a real target's files."""
+    num_prompts: tuple[int, int] = (0, 0)
+    """Training and held-out prompts of a domain: the first of its file, or as many as the toy
+    writes; 0: all of the file."""
     samples: int
     """Sampled answers of a training prompt, beside the greedy one."""
     eval_samples: int
     """The same of a held-out prompt."""
+    is_estimated: bool = False
+    """Whether `cost.py` knows what it takes."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """`section.key` -> value over the preset."""
 
 
 FULL = Size(
     preset="smollm2",
-    toy_prompts=(0, 0),
-    samples=5,
+    samples=4,
     eval_samples=7,
+    is_estimated=True,
     settings={
         "data.max_len": 768,
         "generate.max_new_tokens": 256,
-        "generate.batch_size": 768,
+        "generate.batch_size": 1024,
         "store.shard_bytes": 1 << 28,
         "capture.token_budget": 49152,
         "drafter.num_layers": 3,
@@ -42,7 +45,7 @@ FULL = Size(
         "loss.gamma": 4.0,
         "loss.position_chunk": 3584,
         "train.epochs": 2,
-        "train.anchors_per_sample": 32,
+        "train.anchors_per_sample": 24,
         "train.batch_anchors": 1024,
         "train.batch_tokens": 16384,
         "train.log_every": 50,
@@ -54,7 +57,7 @@ FULL = Size(
 )
 TINY = Size(
     preset="toy",
-    toy_prompts=(24, 4),
+    num_prompts=(24, 4),
     samples=2,
     eval_samples=2,
     settings={
@@ -68,7 +71,26 @@ TINY = Size(
         "train.validate_samples": 4,
     },
 )
-SIZES = {"full": FULL, "tiny": TINY}
+REHEARSAL = Size(
+    preset="smollm2",
+    num_prompts=(8, 2),
+    samples=1,
+    eval_samples=1,
+    settings={
+        "data.max_len": 256,
+        "generate.max_new_tokens": 24,
+        "store.shard_bytes": 1 << 22,
+        "drafter.num_layers": 2,
+        "train.epochs": 2,
+        "train.log_every": 2,
+        "train.save_every": 10,
+        "train.keep": 1,
+        "train.validate_every": 0,
+        "train.validate_samples": 2,
+    },
+)
+"""The full one's target and files on a small machine without a GPU: whether all of it runs."""
+SIZES = {"full": FULL, "tiny": TINY, "rehearsal": REHEARSAL}
 
 
 def config_text(size: Size) -> str:

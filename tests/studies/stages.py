@@ -3,25 +3,34 @@
 FOLDER/settings.json   what the study is of; another size, seeds or prompts are refused
 FOLDER/prompts/        the prompts, copied (or written, for the toy)
 FOLDER/answers/        one file a `dflash generate`
-FOLDER/stores/         bf16, eval, and the modes that the second round needs
+FOLDER/stores/         bf16, eval, and the other modes; each second shard of all of them lies in the
+                       folder of --memory, where one is given
+FOLDER/facts/          what a result must say of a store, which may be gone by then
 FOLDER/arms/           a run each, as a sweep; FOLDER/scores/ a file each
 FOLDER/decision.json   the best objective, once all of them are scored
+
+What no later stage reads is removed: a mode's store once all of its runs are trained, and of a
+trained run the state that it would have gone on from.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import threading
+import os
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflash_pipeline.configs import fleet, gpus
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.gpus import Devices, device_name
 from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.status import read_status, status_path
@@ -46,7 +55,11 @@ from studies.running import Deadline, Job, OutOfTime, Started, environment, run_
 from studies.scoring import LOOKUP, UNTRAINED, read_answers, score_path
 from studies.sizes import SIZES, answer_jobs
 
+STAGES = ("data", "store", "arms", "score", "arms", "score", "report")
 _POLL_S = 0.2
+# processes on a device at a time, of the stages whose every process leaves it idle for a while
+_ANSWERERS, _CAPTURES = 4, 3
+_SCORERS_PER_CORE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,8 @@ class Study:
     per_gpu: int
     """Processes that share a device."""
     deadline: Deadline
+    memory: Path | None = None
+    """A folder on another file system, for half of every store; None: all are in `folder`."""
 
     @property
     def devices(self) -> Devices:
@@ -68,8 +83,16 @@ class Study:
 
     @property
     def num_places(self) -> int:
-        """Processes at a time."""
+        """Processes that train at a time."""
         return len(self.devices.ids) * self.per_gpu
+
+    @property
+    def num_scorers(self) -> int:
+        """Processes that replay at a time: on a GPU each waits for its own launches, and cores are
+        what there is too little of."""
+        if self.devices.kind != "cuda":
+            return self.num_places
+        return max(self.num_places, int(_SCORERS_PER_CORE * len(os.sched_getaffinity(0))))
 
     @property
     def _device_words(self) -> list[str]:
@@ -77,7 +100,7 @@ class Study:
 
     def prepare(self, prompts: Path | None) -> None:
         """Copy the prompts and write the configuration, or find that this study's are there."""
-        preparing.prepare(self.folder, self.size_name, self.seeds, prompts)
+        preparing.prepare(self.folder, self.size_name, self.seeds, prompts, self.memory)
 
     def data(self) -> None:
         """Every answer, several commands at a time."""
@@ -86,33 +109,56 @@ class Study:
             for job in answer_jobs(SIZES[self.size_name])
         ]
         (self.folder / "answers").mkdir(exist_ok=True)
-        self._run(jobs, min(self.num_places, 4 * len(self.devices.ids)))
+        # each waits for its launches: several keep a device busy
+        self._run(jobs, min(self.num_places, _ANSWERERS * len(self.devices.ids)))
 
     def store(self) -> None:
-        """The two bf16 stores; the arm that follows trains while the first one is captured.
+        """Every store; the arm that follows trains while that of bf16 is captured.
 
-        Its capture is stopped as soon as its plan is there, and goes on once every follower is at
-        work: however fast it is, they have something to follow.
+        That capture is stopped as soon as its plan is there, and goes on once every follower is at
+        work: however fast it is, they have something to follow. The other stores are captured
+        meanwhile, as all of this leaves a device idle for most of the time.
         """
         (self.folder / "stores").mkdir(exist_ok=True)
         job, following = self._capture_job(BASE_STORE), following_arm(self.seeds)
-        is_captured = (self.folder / "done" / job.name).exists()
+        modes = [name for name in MODES if name != BASE_STORE and self._is_wanted(name)]
+        others = [self._capture_job(name) for name in (*modes[:1], EVAL_STORE, *modes[1:])]
         if self.num_places < len(self.seeds):
             raise ValueError(
                 f"{len(self.seeds)} runs follow one capture at the same time, {self.num_places} "
                 "fit: raise --per-gpu"
             )
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(
+                run_jobs, others, self._captures_at_once(1), self.folder, self.deadline
+            )
+            try:
+                self._followed(job, following)
+            except BaseException:
+                self.deadline.end_now()
+                raise
+            beside.result()
+        self._run([job, *others], self._captures_at_once(0))
+        for name in (BASE_STORE, EVAL_STORE, *modes):
+            self.facts(name)
+
+    def _captures_at_once(self, num_beside: int) -> int:
+        """How many captures, with so many more beside them."""
+        return max(1, min(self.num_places, _CAPTURES * len(self.devices.ids)) - num_beside)
+
+    def _followed(self, job: Job, following: Arm) -> None:
+        """Train the followers of a capture, and do it; nothing is left to do where both are done
+        or where a run cannot follow any more."""
+        is_captured = self.is_captured(BASE_STORE)
         if not is_captured:
             self._plan(job)
         begun = [seed for seed in self.seeds if self._has_begun(following.run_name(seed))]
-        if not is_captured or len(begun) == len(self.seeds):
-            capturing = threading.Thread(target=self._capture_when_followed, args=(job, following))
-            capturing.start()
-            try:
-                self._train([following])
-            finally:
-                capturing.join()
-        self._run([job, self._capture_job(EVAL_STORE)], 2)
+        if is_captured and len(begun) < len(self.seeds):
+            return
+        with ThreadPoolExecutor(1) as pool:
+            capturing = pool.submit(self._capture_when_followed, job, following)
+            self._train([following])
+            capturing.result()
 
     def _plan(self, job: Job) -> None:
         """Begin a capture, and stop it once its store is there; the same line goes on with it."""
@@ -156,7 +202,7 @@ class Study:
     def _capture_job(self, name: str) -> Job:
         split = "eval" if name == EVAL_STORE else "train"
         mode = MODES.get(name, MODES[BASE_STORE])
-        words = ["capture", "--store", f"stores/{name}", *self._device_words]
+        words = ["capture", "--store", ",".join(self._mounts(name)), *self._device_words]
         words += ["--hidden-mode", mode.hidden, "--last-mode", mode.last]
         for job in answer_jobs(SIZES[self.size_name]):
             if job.name.startswith(split):
@@ -169,12 +215,69 @@ class Study:
         return Job.dflash(f"capture-{name}", words)
 
     def arms(self) -> None:
-        """Train what is known to be wanted now, and first capture the stores that it needs."""
+        """Train what is known to be wanted now, in the order of what matters most."""
+        self.clear()
         wanted = self.wanted()
-        missing = [name for name in needed_stores(wanted) if name != BASE_STORE]
-        self._run([self._capture_job(name) for name in missing], len(MODES))
+        # a run that is to be trained again may want one that was removed
+        missing = [name for name in needed_stores(wanted) if self._is_wanted(name)]
+        self._run([self._capture_job(name) for name in missing], self._captures_at_once(0))
         self.check_data(wanted)
         self._train(wanted)
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove what no later stage reads."""
+        for name in MODES:
+            if name == BASE_STORE or self._is_wanted(name):
+                continue
+            if self.is_captured(name):
+                self.facts(name)
+                self._mark(name).unlink()
+            for folder in self._mounts(name):
+                shutil.rmtree(self.folder / folder, ignore_errors=True)
+        for arm in [following_arm(self.seeds), *self.wanted()]:
+            for run in map(arm.run_name, arm.seeds):
+                if self.is_trained(run):
+                    for state in (self.folder / "arms" / run).glob("step-*/state"):
+                        shutil.rmtree(state)
+
+    def _is_wanted(self, store: str) -> bool:
+        """Whether a run may still be trained on it: before the decision, on every one."""
+        if not self.decision():
+            return True
+        return any(
+            not self.is_trained(arm.run_name(seed))
+            for arm in self.wanted()
+            if arm.store == store
+            for seed in arm.seeds
+        )
+
+    def _folder_of(self, store: str) -> Path:
+        return self.folder / "stores" / store
+
+    def _mounts(self, store: str) -> list[str]:
+        """Where a store's shards lie, as `--store` takes them: its own folder, then the memory."""
+        further = [str(self.memory / store)] if self.memory else []
+        return [f"stores/{store}", *further]
+
+    def _mark(self, store: str) -> Path:
+        return self.folder / "done" / f"capture-{store}"
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether there is anything to report."""
+        return any((self.folder / "scores").glob("*.json"))
+
+    def _facts_path(self, store: str) -> Path:
+        return self.folder / "facts" / f"{store}.json"
+
+    def is_captured(self, store: str) -> bool:
+        """Whether it is there, and whole."""
+        return self._mark(store).exists()
+
+    def is_known(self, store: str) -> bool:
+        """Whether it was captured whole; it may have been removed since."""
+        return self.is_captured(store) or self._facts_path(store).exists()
 
     def wanted(self) -> list[Arm]:
         """The objectives, and once one of them is chosen, what is asked of it."""
@@ -193,14 +296,17 @@ class Study:
         if len(set(found.values())) > 1:
             raise ValueError(
                 f"the stores {found} were captured from different answers: arms on them are no "
-                "pairs; remove the odd one and its capture's mark in done/"
+                "pairs; remove the odd one, its capture's mark in done/ and its file in facts/"
             )
 
     def facts(self, name: str) -> StoreFacts:
-        """Of a store that is whole."""
-        store = open_store(self.folder / "stores" / name)
+        """Of a store that is whole, kept from the first time on."""
+        path = self._facts_path(name)
+        if path.exists():
+            return StoreFacts(**json.loads(path.read_text(encoding="utf-8")))
+        store = open_store(self._folder_of(name))
         table = store.table
-        return StoreFacts(
+        found = StoreFacts(
             data=fingerprint(store),
             num_samples=len(table),
             num_distinct=len(set(np.asarray(table.token_hash).tolist())),
@@ -209,6 +315,9 @@ class Study:
             bytes_per_token=store.all_rows_bytes / max(int(table.num_tokens.sum()), 1),
             guard=dict(store.calibration.report) if store.spec.hidden_mode != "bf16" else None,
         )
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, (json.dumps(asdict(found), indent=1) + "\n").encode())
+        return found
 
     def variant(self, arm: Arm, seed: int) -> Variant:
         """One run as the product's sweep takes it."""
@@ -218,21 +327,8 @@ class Study:
         return Variant(name, run)
 
     def _train(self, arms: Sequence[Arm]) -> None:
-        """All runs of these arms; the bf16 logits after the others, they have another entry."""
-        for entry, rounded in (
-            (arm_process.TRAIN, False),
-            (arm_process.TRAIN_BF16_LOGITS, True),
-        ):
-            variants = [
-                self.variant(arm, seed)
-                for arm in arms
-                if arm.has_bf16_logits == rounded
-                for seed in arm.seeds
-            ]
-            if variants:
-                self._train_variants(entry, variants)
-
-    def _train_variants(self, entry: str, variants: Sequence[Variant]) -> None:
+        """All runs of these arms, in their order, as many at a time as there are places."""
+        variants = [self.variant(arm, seed) for arm in arms for seed in arm.seeds]
         fleet.check_done(variants)
         names = [one.name for one in variants if not self.is_trained(one.name)]
         if not names:
@@ -243,7 +339,7 @@ class Study:
         out.mkdir(exist_ok=True)
         with self.deadline.interrupts():
             outcomes, signal = fleet.run_variants(
-                entry, variants, devices, out, resume=True, per_device=self.per_gpu
+                arm_process.TRAIN, variants, devices, out, resume=True, per_device=self.per_gpu
             )
         failed = [f"{one.name}: {one.error}" for one in outcomes if one.state == "failed"]
         if failed:
@@ -268,12 +364,12 @@ class Study:
         (self.folder / "scores").mkdir(exist_ok=True)
         shares = defaultdict[int, list[str]](list)
         for number, run in enumerate(todo):
-            shares[number % self.num_places].append(run)
+            shares[number % self.num_scorers].append(run)
         jobs = [self._score_job(place, shares[place]) for place in sorted(shares)]
         for job in jobs:
             # a name of an earlier share says nothing of this one
             (self.folder / "done" / job.name).unlink(missing_ok=True)
-        run_jobs(jobs, self.num_places, self.folder, self.deadline)
+        run_jobs(jobs, self.num_scorers, self.folder, self.deadline)
         left = [run for run in todo if not score_path(self.folder, run).exists()]
         if left:
             raise OutOfTime(f"scores of {', '.join(left)}")
@@ -328,8 +424,22 @@ def _mean_tau(scores: Sequence[Score]) -> float:
     return sum(score.tau(list(score.kept)) for score in scores) / len(scores)
 
 
-def make_importable() -> None:
-    """Processes that the product launches find the study's modules."""
-    import os
+def named_stages(text: str) -> tuple[str, ...]:
+    """The stages that a line names, in its order. ArgumentTypeError for a word that is none."""
+    if text == "all":
+        return STAGES
+    named = tuple(text.split(","))
+    if named != ("estimate",) and (unknown := [name for name in named if name not in STAGES]):
+        raise argparse.ArgumentTypeError(
+            f"no stage {', '.join(unknown)}: expected estimate, all, or some of "
+            f"{', '.join(dict.fromkeys(STAGES))} with commas between them"
+        )
+    return named
 
+
+def make_importable(per_gpu: int) -> None:
+    """Processes that the product launches find the study's modules, and share the cores where they
+    compile: each would start a compiler for every core."""
     os.environ.update(environment())
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, cores // per_gpu)))
