@@ -31,6 +31,9 @@ _MARGIN_S = 30.0
 # at the start ours comes after: torch's waits have limits, but for a server that stands still
 _START_MARGIN_S = 5.0
 _BEAT_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.02
+# a stop that came while the others were awaited is theirs too
+_STOPPED_S = 3.0
 # beats after which a rank that told nothing is taken to have ended
 _LOST_BEATS = 2.5
 # the key under which rank 0 leaves the names of ranks that have ended
@@ -274,11 +277,29 @@ class Group:
         try:
             with self._waiting():
                 return self._facts.wait(key, self._timeout_s)
+        except dist.DistNetworkError as error:
+            raise ValueError(self.lost()) from error
         except RuntimeError as error:
             raise ValueError(
                 f"rank {self.rank} waited {self._timeout_s:g} s for rank 0 to decide {key!r}: "
                 "see rank 0's log, or raise train.timeout_s"
             ) from error
+
+    def leave(self, wants_stop: Callable[[], bool]) -> None:
+        """The run is over on this rank. Rank 0, which keeps what all tell one another, stays until
+        the others are as far: one that is slower may have something to ask. ValueError naming those
+        that do not come in time; who wants it to stop waits little."""
+        self.tell(f"left/{self.rank}", "")
+        begin = time.monotonic()
+        while self.rank == 0 and not all(
+            self.told(f"left/{rank}") == "" for rank in self._others()
+        ):
+            waited_s = time.monotonic() - begin
+            if waited_s > _STOPPED_S and wants_stop():
+                return
+            if waited_s > self._timeout_s:
+                raise ValueError(self.missing())
+            time.sleep(_LOOK_EVERY_S)
 
     def close(self) -> None:
         """Leave the group. Again is harmless."""

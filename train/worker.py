@@ -87,6 +87,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
             training.save(is_best=False)
         if not is_stopped:
             training.consumption.leave()
+        group.leave(wish.is_asked)
         if group.rank == 0 and (speed := training.journal.speed.line()):
             log.say(speed)
         if is_stopped:

@@ -21,7 +21,7 @@ from dflash_pipeline.configs.schema import OptimConfig, Run
 from dflash_pipeline.train import reduction, window, worker
 from dflash_pipeline.train.feed import Batch
 from dflash_pipeline.train.finite import first_not_finite
-from dflash_pipeline.train.follow import Draw
+from dflash_pipeline.train.follow import Draw, Order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.optim import Optimizer
@@ -127,8 +127,9 @@ def _sum_here(optimizer: Optimizer) -> None:
 def train(run: Run, place: Place, extra: dict[str, Any]) -> None:
     """`dflash train`, whose samples of each step go to extra["record"]/RANK, and which at step 3 of
     rank extra["rank"] does what extra["at_step"] names. extra["empties"]: some batches lose their
-    anchors, the same ones whichever rank gets them."""
-    learn, note = window.learn, Journal.note
+    anchors, the same ones whichever rank gets them. extra["late_s"]: that rank comes to its order
+    so much later than the others."""
+    learn, note, order = window.learn, Journal.note, worker.Order
     acts: dict[str, Callable[[], None]] = {
         "": lambda: None,
         "is slow": lambda: time.sleep(2.5),
@@ -145,6 +146,11 @@ def train(run: Run, place: Place, extra: dict[str, Any]) -> None:
             batch = _without_anchors(batch)
         learn(batch, *others)
 
+    def orders(*arguments: Any) -> Order:
+        if place.rank == extra.get("rank"):
+            time.sleep(extra.get("late_s", 0.0))
+        return order(*arguments)
+
     def notes(self: Journal, step: int, draw: Draw) -> None:
         nonlocal num_steps
         num_steps += 1
@@ -154,6 +160,7 @@ def train(run: Run, place: Place, extra: dict[str, Any]) -> None:
         note(self, step, draw)
 
     window.learn, Journal.note = learns, notes
+    setattr(worker, "Order", orders)  # noqa: B010
     worker.main(run, place, extra)
 
 

@@ -110,6 +110,17 @@ def test_a_slow_rank_is_waited_for_and_named_and_nothing_else(
     assert "hangs" not in (tmp_path / "out" / "logs" / "train-1.log").read_text()
 
 
+def test_rank_0_of_a_finished_run_waits_for_a_rank_that_is_late(
+    train_run: Callable[..., Run], ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It had ended, and what it keeps for all with it, before the other had asked: no step, and so
+    no sum, kept them together."""
+    run = train_run(epochs=1)
+    assert ranks(run, 1) == 0
+    assert ranks(run, 3, resume=True, rank=2, late_s=3.0) == 0
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("what", "world", "victim"), [("is killed", 2, 0), ("is killed", 3, 1), ("fails", 2, 1)]
 )
@@ -206,3 +217,22 @@ def test_a_rank_between_two_sums_learns_of_rank_0_s_end_by_what_it_needs_of_it()
         group.told("segment/0")
     with pytest.raises(ValueError, match=message):
         group.tell("stop asked", "")
+
+
+def test_rank_0_leaves_last_and_names_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_pipeline.train.group._STOPPED_S", 0.2)
+    group = Group(cpu_place(".", "train"), 0.5)
+    group.rank, group.world = 0, 2
+    group._facts = texts = _Texts()
+    with pytest.raises(
+        ValueError, match=r"waited up to 0\.5 s for the other ranks: rank 1 \(never"
+    ):
+        group.leave(lambda: False)
+    # who wants it to stop is not kept
+    group.leave(lambda: True)
+    texts.set("left/1", "")
+    group.leave(lambda: False)
+    # another rank waits for nobody
+    group.rank, texts.texts = 1, {}
+    group.leave(lambda: False)
+    assert texts.texts == {"left/1": ""}
