@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dflash_pipeline.configs.following import training_on_open
 from dflash_pipeline.configs.mounts import root_of
@@ -19,12 +20,24 @@ from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.rolling import consumer_lines, is_rolling, num_missing, stopped_runs
 from dflash_pipeline.store.spec import Attributes, Layout, StoreSpec
 from dflash_pipeline.store.table import HELD_OUT
+from dflash_pipeline.store.targetgroup import TargetGroup
 
 
 def root(store: str) -> tuple[Root, StoreSpec, Layout, Attributes] | None:
     """What a store says of itself; None: it cannot be read."""
     try:
         return read_root(root_of(store))
+    except (OSError, ValueError):
+        return None
+
+
+def target_config(store: str) -> Mapping[str, Any] | None:
+    """config.json of a store's target; None: it cannot be read."""
+    about = root(store)
+    if about is None:
+        return None
+    try:
+        return TargetGroup(root_of(store), about[0], about[1]).config()
     except (OSError, ValueError):
         return None
 

@@ -147,6 +147,23 @@ def _typed(line: str) -> tuple[str, str]:
             "model is not a drafter: architecture Qwen3ForCausalLM, expected DFlashDraftModel or",
         ),
         (
+            "train --gpus cpu --store made --out new --init-from run",
+            2,
+            "run is a run without a checkpoint: its first is written after train.save_every",
+        ),
+        (
+            "train --gpus cpu --store made --out new --init-from answers.jsonl.logs",
+            2,
+            "answers.jsonl.logs holds no config.json, no best and no last step: not a drafter",
+        ),
+        ("export run --out new", 2, "run is a run without a checkpoint"),
+        ("eval --gpus cpu --drafter run --store made", 2, "run is a run without a checkpoint"),
+        (
+            "train --gpus cpu --store made --out new --set drafter.layer_ids=[1,4]",
+            2,
+            "drafter.layer_ids asks for layers (4,), the store holds (1, 3, 5): choose among them",
+        ),
+        (
             "export model --out new",
             2,
             "model is not a drafter: architecture Qwen3ForCausalLM, expected DFlashDraftModel or",
@@ -254,6 +271,7 @@ def test_a_run_that_is_at_work_is_not_gone_on_with() -> None:
         f"capture {TARGET} --data answers.jsonl --store new",
         "eval --compare a.json a.json",
         "train --gpus cpu --store made --drop-domain code --out new",
+        "train --gpus cpu --store made --out new --set drafter.layer_ids=[3]",
         "train --gpus cpu --store made --out run --resume --set train.log_every=3",
         f"eval {TARGET} --drafter drafter --prompts a.jsonl",
         f"capture {TARGET} --data bad.jsonl --store new --set data.max_bad_share=0.5",

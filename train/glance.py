@@ -30,14 +30,17 @@ from dflash_pipeline.train.remembered import (
 )
 from dflash_pipeline.train.results import check_comparable, read_results
 from dflash_pipeline.train.selection import kept_samples, none_held_out
+from dflash_pipeline.train.shape import drafter_shape
 
 
 def check_runs(runs: Sequence[Run]) -> None:
     """UsageError where a run drops a domain or a sample that none of its stores has, begins with a
-    drafter that is not there or names other mounts than its store's, or where its directory holds a
-    run that is at work, has other settings or is of other stores."""
+    drafter that is not there, wants one of another shape than its store allows or names other
+    mounts than its store's, or where its directory holds a run that is at work, has other settings
+    or is of other stores."""
     for run in runs:
         _check_mounts(run)
+        _check_shape(run)
         if run.train.init_from:
             check_checkpoint(run.train.init_from, "--init-from")
             check_is_drafter(run.train.init_from)
@@ -60,6 +63,18 @@ def _check_mounts(run: Run) -> None:
                 raise UsageError("; ".join(missing))
 
 
+def _check_shape(run: Run) -> None:
+    about, config = glance.root(_paths(run)[0]), glance.target_config(_paths(run)[0])
+    if about is None or config is None:
+        return
+    try:
+        drafter_shape(run.drafter, config, about[1], about[3].mask_token_id)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    except (KeyError, TypeError):
+        return
+
+
 def _check_drops(run: Run) -> None:
     stores = [glance.opened(path) for path in _paths(run)]
     tables = [store.table for store in stores if store is not None]
@@ -79,10 +94,15 @@ def _check_continued(run: Run) -> None:
 
 
 def check_is_drafter(drafter: str) -> None:
-    """UsageError for a directory of another kind of model, as a target."""
+    """UsageError for a directory without a drafter, or of another kind of model, as a target."""
+    if not Path(drafter).is_dir():
+        # a name on the hub
+        return
     try:
         directory = checkpoint_directory(Path(drafter))
         config = read_object(directory / "config.json")
+    except UsageError:
+        raise
     except (OSError, ValueError):
         return
     try:

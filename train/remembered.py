@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.jsonfile import read_object
+from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.spec import StoreSpec
 
@@ -76,9 +77,12 @@ def check_rendering(
 
 
 def checkpoint_directory(path: Path) -> Path:
-    """Follow a run directory to a step: `best`, else `last`, each a link or a file with a name."""
+    """Follow a run directory to a step: `best`, else `last`, each a link or a file with a name.
+
+    UsageError where there is none; ValueError where such a file names something else.
+    """
     if not path.is_dir():
-        raise ValueError(
+        raise UsageError(
             f"{path} is not a directory: name a run, one of its steps, or a checkpoint with "
             "config.json and safetensors"
         )
@@ -89,7 +93,12 @@ def checkpoint_directory(path: Path) -> Path:
         if pointer.is_file():
             return inside(path, pointer.read_text().strip())
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path} holds no config.json, no best and no last step: not a drafter")
+        if (path / RUN_FILE).is_file():
+            raise UsageError(
+                f"{path} is a run without a checkpoint: its first is written after "
+                "train.save_every steps, or when it is stopped"
+            )
+        raise UsageError(f"{path} holds no config.json, no best and no last step: not a drafter")
     return path
 
 

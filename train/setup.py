@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place, dtype_name
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import parse_stores
@@ -104,9 +105,12 @@ def open_stores(
     stores = [_await_calibration(share.path, run, log, wish) for share in shares]
     preflight.check_stores(run, stores, is_resumed)
     first = stores[0]
-    shape = drafter_shape(
-        run.drafter, first.target_config(), first.spec, first.attributes.mask_token_id
-    )
+    try:
+        shape = drafter_shape(
+            run.drafter, first.target_config(), first.spec, first.attributes.mask_token_id
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     preflight.check_device(run, shape, place)
     tables = [store.table for store in stores]
     samples = catalog(tables, shares, run.train)

@@ -188,18 +188,18 @@ def drafter_shape(
 
     `spec` is the identity of the store that holds the features. ValueError when they do not fit.
     """
+    layer_ids = config.layer_ids or spec.layer_ids
+    if missing := sorted(set(layer_ids) - set(spec.layer_ids)):
+        raise ValueError(
+            f"drafter.layer_ids asks for layers {tuple(missing)}, the store holds "
+            f"{tuple(spec.layer_ids)}: choose among them or capture again"
+        )
     target = text_config(target_config)
     hidden_size = int(target["hidden_size"])
     if hidden_size != spec.hidden_size:
         raise ValueError(
             f"the target's config.json says hidden size {hidden_size}, the store holds rows of "
             f"{spec.hidden_size}: the store is of another target, capture again"
-        )
-    layer_ids = config.layer_ids or spec.layer_ids
-    if missing := sorted(set(layer_ids) - set(spec.layer_ids)):
-        raise ValueError(
-            f"drafter.layer_ids asks for layers {tuple(missing)}, the store holds "
-            f"{tuple(spec.layer_ids)}: choose among them or capture again"
         )
     num_heads, num_kv_heads, head_dim = _heads(target)
     scaling = _rope_scaling(target)

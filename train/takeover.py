@@ -37,7 +37,8 @@ def take_over(drafter: Drafter, path: str) -> None:
         for name in names
         if getattr(found.shape, name) != getattr(drafter.shape, name)
     ]
-    if not _turns_alike(found.shape, drafter.shape):
+    # the numbers that they follow from are named above
+    if not wrong and not _turns_alike(found.shape, drafter.shape):
         mine, theirs = drafter.shape.rope_scaling, found.shape.rope_scaling
         wrong.append(f"rope_scaling {theirs}, wanted {mine}")
     wanted = {name: tuple(tensor.shape) for name, tensor in drafter.named_parameters()}

@@ -57,8 +57,10 @@ def test_weights_of_another_arithmetic_are_not_taken_over(
     first = Drafter(replace(shape, **{name: value}))
     first.initialise(1)
     write_zlab(tmp_path / "theirs", replace(shape, **{name: value}), first.state_dict())
-    with pytest.raises(UsageError, match=f"{name} .*, wanted"):
+    with pytest.raises(UsageError, match=f"{name} .*, wanted") as caught:
         take_over(Drafter(shape), str(tmp_path / "theirs"))
+    # what differs is named once, and nothing else
+    assert str(caught.value).count(", wanted") == 1
 
 
 def test_blocks_of_another_length_are_learned_from_the_same_weights(
