@@ -15,6 +15,7 @@ from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.configs.schema import TargetConfig
 from dflash_pipeline.store.reader import Sample
 from studies.exchange import before_norm, final_norm, write_samples
+from studies.theirs import THEIR_VERSION
 
 EPS = 1e-6
 
@@ -112,6 +113,39 @@ def test_equal_seconds_are_reached_or_nothing_is_compared(
     assert found["tries"] == tries
     assert head_to_head.is_in_time(found, 60.0) == is_fair
     assert not left
+
+
+def test_a_line_that_was_cut_off_keeps_what_was_trained_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "bench"))
+    import head_to_head
+
+    asked, trained = {"seconds": 60.0, "set": ["a=1"]}, []
+
+    def train(seconds: float) -> dict[str, float]:
+        trained.append(seconds)
+        return {"training_s": seconds}
+
+    def kept(words: dict[str, object], seconds: float) -> dict[str, float]:
+        return head_to_head.kept(tmp_path, "ours", words, lambda: train(seconds))
+
+    # beyond its time it is no result, and the next call trains anew
+    assert kept(asked, 90.0) == {"training_s": 90.0}
+    assert kept(asked, 61.0) == kept(asked, 62.0) == {"training_s": 61.0}
+    assert trained == [90.0, 61.0]
+    judged = [tmp_path / name for name in ("ours-replayed.json", "both-replayed.json")]
+    others = tmp_path / "theirs-replayed.json"
+    for path in (*judged, others):
+        path.touch()
+    assert kept(asked | {"set": []}, 63.0) == {"training_s": 63.0}
+    assert not any(path.exists() for path in judged)
+    assert others.exists()
+
+
+def test_the_packed_speculators_is_the_one_that_is_asked_for() -> None:
+    packed = (Path(__file__).parent / "bench" / "offline.sh").read_text(encoding="utf-8")
+    assert f"speculators=={THEIR_VERSION} " in packed
 
 
 def test_without_speculators_it_says_so_and_what_to_install(

@@ -3,7 +3,8 @@
     python tests/bench/head_to_head.py FOLDER --store STORE --eval-store STORE --target PRESET
         --their-python PYTHON [--seconds 120] [--samples 4000] [--gpus 0] [--prompts FILE]
 
-PYTHON is of an environment with `pip install speculators==0.9.0`. Both train the drafter that the
+PYTHON is of an environment with `pip install speculators==0.9.0` (for a machine without a network:
+offline.sh pack-theirs). Both train the drafter that the
 preset describes on the same SAMPLES training samples of STORE, which is of bf16 rows: same layers,
 block, captured layers, tokens and blocks a batch. All else are each one's own defaults: optimizer,
 learning rate, schedule, loss, weighting, windows, first weights; what the preset tunes of these is
@@ -12,7 +13,8 @@ each trains for as many steps as fit SECONDS, over which its schedule runs out, 
 off by more than a tenth; without equal seconds nothing is compared (exit code 5). Start-up and
 compiling are not counted, and are told. Both checkpoints then go through `dflash eval`: replay of
 the held-out answers of the other store and, with --prompts (repeatable), decoding of --limit of
-them a domain. Writes head_to_head.json into FOLDER, and into $OUT where that is set.
+them a domain. Writes head_to_head.json into FOLDER, and into $OUT where that is set. A line that
+was cut off is run again: what it had prepared, trained in time or judged is kept.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.table import TRAIN
 from dflash_pipeline.train.hashing import hashed
+from dflash_pipeline.train.report import write_json
 from studies.exchange import final_norm, write_samples
 from studies.result import machine
 from studies.running import environment
@@ -73,8 +76,20 @@ def main() -> int:
         raise SystemExit(f"{options.store} keeps {kept}: bf16 rows, and `last` of teachers, wanted")
     data, chosen = folder / "data", _chosen(store, options.samples)
     size_bytes = _prepared(data, store, chosen, run, folder)
-    ours = _ours(options, folder)
-    theirs = _theirs(options, folder, their_python, run, store)
+    asked = {
+        "seconds": options.seconds,
+        "samples": options.samples,
+        "target": options.target,
+        "set": options.set,
+        "judged": [str(options.eval_store), *map(str, options.prompts), options.limit],
+    }
+    ours = kept(folder, "ours", asked, lambda: _ours(options, folder))
+    theirs = kept(
+        folder,
+        "theirs",
+        asked | {"their": options.their},
+        lambda: _theirs(options, folder, their_python, run, store),
+    )
     found: dict[str, Any] = {
         "what": f"speculators {THEIR_VERSION} and this trainer, the same data and seconds",
         "machine": machine(),
@@ -177,6 +192,22 @@ def in_time(train: Callable[[int], dict[str, Any]], rate: float, seconds: float)
         if is_in_time(found, seconds):
             break
         rate = found["steps"] / found["training_s"]
+    return found
+
+
+def kept(
+    folder: Path, name: str, asked: Mapping[str, Any], train: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What an earlier call for the same trained in its time; trained now where there is none."""
+    path = folder / f"{name}.json"
+    if path.exists() and (before := _read(path))["asked"] == asked:
+        return dict(before["found"])
+    # of the checkpoint that goes now
+    for judged in [path, *folder.glob(f"{name}-*.json"), *folder.glob("both-*.json")]:
+        judged.unlink(missing_ok=True)
+    found = train()
+    if is_in_time(found, asked["seconds"]):
+        write_json(path, {"asked": asked, "found": found})
     return found
 
 
@@ -316,7 +347,8 @@ def _judged(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         files = {name: f"{name}-{way}.json" for name in checkpoints}
         for name, path in checkpoints.items():
             told = ["eval", "--drafter", path, *words, "--json", files[name]]
-            _dflash(folder, [*told, *_device_words(options)])
+            if not (folder / files[name]).exists():
+                _dflash(folder, [*told, *_device_words(options)])
         both = f"both-{way}.json"
         _dflash(folder, ["eval", "--compare", *files.values(), "--json", both])
         arms = {name: _read(folder / file)["arms"]["trained"] for name, file in files.items()}

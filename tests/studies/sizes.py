@@ -20,7 +20,8 @@ class Size:
     """Training and held-out prompts of a domain: the first of its file, or as many as the toy
     writes; 0: all of the file."""
     samples: int
-    """Sampled answers of a training prompt, beside the greedy one."""
+    """Sampled answers of a training prompt, beside the greedy one; at least 2, as one alone would
+    have the greedy one's id."""
     eval_samples: int
     """The same of a held-out prompt."""
     is_estimated: bool = False
@@ -73,12 +74,12 @@ TINY = Size(
 )
 REHEARSAL = Size(
     preset="smollm2",
-    num_prompts=(8, 2),
-    samples=1,
-    eval_samples=1,
+    num_prompts=(5, 2),
+    samples=2,
+    eval_samples=2,
     settings={
         "data.max_len": 256,
-        "generate.max_new_tokens": 24,
+        "generate.max_new_tokens": 16,
         "store.shard_bytes": 1 << 22,
         "drafter.num_layers": 2,
         "train.epochs": 2,
