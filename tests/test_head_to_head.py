@@ -143,6 +143,20 @@ def test_a_line_that_was_cut_off_keeps_what_was_trained_in_time(
     assert others.exists()
 
 
+def test_a_file_may_stand_for_the_preset_wherever_the_line_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "bench"))
+    import head_to_head
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dflash.toml").write_text('preset = "toy"\n')
+    words = ["x", "out", "--store", "s", "--eval-store", "e", "--their-python", "p", "--target"]
+    for target, expected in (("dflash.toml", str(tmp_path / "dflash.toml")), ("toy", "toy")):
+        monkeypatch.setattr(sys, "argv", [*words, target])
+        assert head_to_head._options().target == expected
+
+
 def test_the_packed_speculators_is_the_one_that_is_asked_for() -> None:
     packed = (Path(__file__).parent / "bench" / "offline.sh").read_text(encoding="utf-8")
     assert f"speculators=={THEIR_VERSION} " in packed

@@ -1,16 +1,16 @@
 """The same data and the same seconds: speculators 0.9.0 and this trainer, both judged by replay.
 
-    python tests/bench/head_to_head.py FOLDER --store STORE --eval-store STORE --target PRESET
+    python tests/bench/head_to_head.py FOLDER --store STORE --eval-store STORE --target CONFIG
         --their-python PYTHON [--seconds 120] [--samples 4000] [--gpus 0] [--prompts FILE]
 
 PYTHON is of an environment with `pip install speculators==0.9.0` (for a machine without a network:
-offline.sh pack-theirs). Both train the drafter that the
-preset describes on the same SAMPLES training samples of STORE, which is of bf16 rows: same layers,
-block, captured layers, tokens and blocks a batch. All else are each one's own defaults: optimizer,
-learning rate, schedule, loss, weighting, windows, first weights; what the preset tunes of these is
-set back. A probe of each measures its steps a second; then
-each trains for as many steps as fit SECONDS, over which its schedule runs out, again where that was
-off by more than a tenth; without equal seconds nothing is compared (exit code 5). Start-up and
+offline.sh pack-theirs). Both train the drafter that CONFIG, a preset or a file, describes on the
+same SAMPLES training samples of STORE, which is of bf16 rows: same layers, block, captured layers,
+tokens and blocks a batch. All else are each one's own defaults: optimizer, learning rate, schedule,
+loss, weighting, windows, first weights; what the preset tunes of these is set back. A probe of each
+measures its steps a second; then each trains for as many steps as fit SECONDS, over which its
+schedule runs out, again where that was off by more than a tenth; without equal seconds nothing is
+compared (exit code 5). Start-up and
 compiling are not counted, and are told. Both checkpoints then go through `dflash eval`: replay of
 the held-out answers of the other store and, with --prompts (repeatable), decoding of --limit of
 them a domain. Writes head_to_head.json into FOLDER, and into $OUT where that is set. A line that
@@ -134,7 +134,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--their", action="append", default=[], help="further word of their command, as =--lr=1e-3"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    # the commands run in FOLDER, where a path would be another
+    if (file := Path(options.target)).is_file():
+        options.target = str(file.resolve())
+    return options
 
 
 def _chosen(store: Store, count: int) -> list[int]:
