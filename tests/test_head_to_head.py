@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -141,6 +142,46 @@ def test_a_line_that_was_cut_off_keeps_what_was_trained_in_time(
     assert kept(asked | {"set": []}, 63.0) == {"training_s": 63.0}
     assert not any(path.exists() for path in judged)
     assert others.exists()
+
+
+def test_a_line_that_is_run_again_judges_what_it_had_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "bench"))
+    import head_to_head
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OUT", raising=False)
+    done: list[str] = []
+
+    def trained(name: str) -> dict[str, float]:
+        done.append(name)
+        return {"training_s": 60.0}
+
+    table = SimpleNamespace(num_tokens=np.full(9, 5))
+    modes = {"hidden_mode": "bf16", "last_mode": "bf16", "last_rows": "teacher"}
+    store = SimpleNamespace(spec=SimpleNamespace(**modes), table=table)
+    fakes = {
+        "installed_version": lambda _python: THEIR_VERSION,
+        "open_store": lambda _path: store,
+        "machine": dict,
+        "_chosen": lambda *_: list(range(9)),
+        "_prepared": lambda *_: 7,
+        "_store_bytes": lambda *_: 8,
+        "_ours": lambda *_: trained("ours"),
+        "_theirs": lambda *_: trained("theirs"),
+        "_judged": lambda *_: {"replayed": done.append("judged")},
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(head_to_head, name, fake)
+    words = ["x", "out", "--store", "s", "--eval-store", "e", "--target", "toy", "--seconds", "60"]
+    monkeypatch.setattr(sys, "argv", [*words, "--their-python", sys.executable])
+    for _ in range(2):
+        assert head_to_head.main() == 0
+    assert done == ["ours", "theirs", "judged", "judged"]
+    found = json.loads((tmp_path / "out" / "head_to_head.json").read_text(encoding="utf-8"))
+    assert found["same_seconds"]
+    assert (found["samples"], found["tokens"]) == (5, 25)
 
 
 def test_a_file_may_stand_for_the_preset_wherever_the_line_was_typed(

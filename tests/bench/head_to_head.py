@@ -71,9 +71,9 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     run = load(options.target, options.set, {})
     store = open_store(options.store)
-    kept = (store.spec.hidden_mode, store.spec.last_mode, store.spec.last_rows)
-    if kept != ("bf16", "bf16", "teacher"):
-        raise SystemExit(f"{options.store} keeps {kept}: bf16 rows, and `last` of teachers, wanted")
+    rows = (store.spec.hidden_mode, store.spec.last_mode, store.spec.last_rows)
+    if rows != ("bf16", "bf16", "teacher"):
+        raise SystemExit(f"{options.store} keeps {rows}: bf16 rows, and `last` of teachers, wanted")
     data, chosen = folder / "data", _chosen(store, options.samples)
     size_bytes = _prepared(data, store, chosen, run, folder)
     asked = {
