@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 
 import click
 
@@ -43,8 +44,12 @@ def this_line() -> str:
 
 
 def resuming(out: str) -> str:
-    """The line that goes on with the training run of this one."""
-    again = [*words(), "--resume"] if "--resume" not in words() else words()
+    """The line that goes on with the training run, or the sweep, of this one."""
+    again = words()
+    # one that was stopped before it began has left its logs alone, and is begun anew
+    has_begun = any(one.name != "logs" for one in Path(out).glob("*"))
+    if has_begun and "--resume" not in again:
+        again = [*again, "--resume"]
     return shlex.join(again if "--out" in again else [*again, "--out", out])
 
 

@@ -77,6 +77,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         one = load("", ["train.stores=['made']"], {"train.out": f"swept/{name}", **changed})
         record.begin(Path("swept") / name, one, [root], resume=False)
     Path("sweep.toml").write_text("[first]\n[second]\ndrafter.num_layers = 4\n")
+    Path("layers.toml").write_text("[first]\n[second]\ndrafter.layer_ids = [1, 4]\n")
     Path("dropping.toml").write_text('[first]\ntrain.drop_domains = ["nowhere"]\n')
     Path("drafter").mkdir()
     Path("drafter/config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
@@ -135,6 +136,11 @@ def _typed(line: str) -> tuple[str, str]:
             "train --gpus cpu --store made --out new --sweep dropping.toml",
             2,
             "no store has a domain 'nowhere'; there are 'chat', 'code'",
+        ),
+        (
+            "train --gpus cpu --store made --out new --sweep layers.toml",
+            2,
+            "variant second: drafter.layer_ids asks for layers (4,), the store holds",
         ),
         (
             "train --gpus cpu --store made --out new --init-from nowhere",

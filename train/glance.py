@@ -39,15 +39,25 @@ def check_runs(runs: Sequence[Run]) -> None:
     mounts than its store's, or where its directory holds a run that is at work, has other settings
     or is of other stores."""
     for run in runs:
-        _check_mounts(run)
-        _check_shape(run)
-        if run.train.init_from:
-            check_checkpoint(run.train.init_from, "--init-from")
-            check_is_drafter(run.train.init_from)
-        if run.train.drop_domains or run.train.drop_samples:
-            _check_drops(run)
-        if (Path(run.train.out) / RUN_FILE).is_file():
-            _check_continued(run)
+        try:
+            _check_run(run)
+        except UsageError as error:
+            if len(runs) == 1:
+                raise
+            # of a sweep: each has a folder of its name
+            raise UsageError(f"variant {Path(run.train.out).name}: {error}") from None
+
+
+def _check_run(run: Run) -> None:
+    _check_mounts(run)
+    _check_shape(run)
+    if run.train.init_from:
+        check_checkpoint(run.train.init_from, "--init-from")
+        check_is_drafter(run.train.init_from)
+    if run.train.drop_domains or run.train.drop_samples:
+        _check_drops(run)
+    if (Path(run.train.out) / RUN_FILE).is_file():
+        _check_continued(run)
 
 
 def _check_mounts(run: Run) -> None:

@@ -87,10 +87,24 @@ def test_after_a_stop_the_line_itself_is_said_and_after_a_failure_none(
     ],
 )
 def test_a_training_run_goes_on_by_its_own_line(
-    typed: str, again: str, monkeypatch: pytest.MonkeyPatch
+    typed: str, again: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").touch()
     monkeypatch.setattr(sys, "argv", shlex.split(typed))
     assert following.resuming("run") == again
+
+
+@pytest.mark.parametrize("left", ["run/logs", "."])
+def test_a_run_that_was_stopped_before_it_began_is_begun_anew(
+    left: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`--resume` was proposed, and refused: there is no run to resume."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / left).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(sys, "argv", shlex.split("dflash train --store a"))
+    assert following.resuming("run") == "dflash train --store a --out run"
 
 
 def test_a_rolling_store_is_trained_on_once_and_by_runs_that_saw_it_all() -> None:
