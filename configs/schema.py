@@ -495,8 +495,14 @@ class TrainConfig:
         first, dash, last = self.profile.partition("-")
         _need(
             not self.profile
-            or (dash == "-" and first.isdecimal() and last.isdecimal() and int(first) <= int(last)),
-            f"train.profile must be FIRST-LAST, as 20-25, or empty, got {self.profile!r}",
+            or (
+                dash == "-"
+                and first.isdecimal()
+                and last.isdecimal()
+                and 1 <= int(first) <= int(last)
+            ),
+            "train.profile must be FIRST-LAST, steps from 1 on, as 20-25, or empty, got "
+            f"{self.profile!r}",
         )
 
 

@@ -56,7 +56,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
         position, num_planned = training.progress.position, training.progress.num_steps
         path, say = out / ORDER_FILE, log.say_once
         order = Order(samples, stores, run.train, group, path, position, say, num_planned)
-        if order.is_following:
+        if order.is_following and not all(store.is_sealed for store in stores):
             log.say_once("the store is still being captured: following it")
         training.consumption = Consumption(stores, order, out, position, group.rank)
         device, dtype = compute_on(run, place)

@@ -405,6 +405,9 @@ def test_a_run_follows_a_store_that_is_being_captured(
     assert sorted(places.tolist()) == list(range(len(places)))
     assert (tmp_path / "out" / "order").is_file()
     assert "waiting for shards" in log.read_text()
+    # its order stays what it was, but nothing is captured any longer
+    worker.main(run, place, AGAIN)
+    assert log.read_text().count("the store is still being captured: following it") == 1
 
 
 @pytest.mark.parametrize("max_steps", [0, 9, 12])
