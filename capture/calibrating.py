@@ -9,6 +9,7 @@ Letters: S samples, N rows, K captured layers, M rows of `last`, H hidden.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from dflash_pipeline.capture.donor import donated
 from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.times import SampleTime
 from dflash_pipeline.configs.schema import CaptureConfig
 from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store import guard
@@ -50,13 +52,13 @@ def calibrated(
     say: Callable[[str], None],
     beat: Callable[[], None],
     wait: Callable[[], None],
+    times: list[SampleTime] | None = None,
 ) -> Store:
     """The store with its calibration: it has one, this worker makes it, or another one does.
 
     `beat` is called again and again meanwhile, or `wait`, which takes a moment, while another one
-    works. Raises
-    ValueError when a mode misses its error bounds and `capture.force` is off; nothing is written
-    then.
+    works; times: what each sample took is added to it. Raises ValueError when a mode misses its
+    error bounds and `capture.force` is off; nothing is written then.
     """
     if store.spec.is_calibrated:
         return store
@@ -65,7 +67,7 @@ def calibrated(
     def is_open(shard_id: ShardId) -> bool:
         return shard_id == first and not is_calibrated(store.path)
 
-    is_told = False
+    is_told, made = False, list[SampleTime]() if times is None else times
     while not is_calibrated(store.path):
         lease = leases.claim(is_open, max_failures=config.max_shard_failures)
         if lease is None:
@@ -75,7 +77,7 @@ def calibrated(
             wait()
             continue
         with lease:
-            calibrations, record = _calibrate(store, target, config, say, beat)
+            calibrations, record = _calibrate(store, target, config, say, beat, made)
             # lost: this worker hung, and another one calibrates in its place
             with contextlib.suppress(LeaseLost):
                 publish_calibration(store, calibrations, record, lease)
@@ -88,6 +90,7 @@ def _calibrate(
     config: CaptureConfig,
     say: Callable[[str], None],
     beat: Callable[[], None],
+    times: list[SampleTime],
 ) -> tuple[Calibrations, dict[str, object]]:
     # what the place gives this process, as `prepare_torch` has set it
     spec, threads = store.spec, Threads(torch.get_num_threads(), beat)
@@ -97,10 +100,10 @@ def _calibrate(
         say(f"calibration of {config.calibration_from} taken over")
     else:
         say(f"calibrating {spec.hidden_mode} / {spec.last_mode} from {len(chosen)} samples")
-        rows = _rows(store, target, chosen, beat)
+        rows = _rows(store, target, chosen, beat, times)
         modes = spec.hidden_mode, spec.last_mode
         calibrations = calibrate(rows.hidden_NKH, rows.last_MH, *modes, threads)
-    judged = _rows(store, target, others, beat)
+    judged = _rows(store, target, others, beat, times)
     layers = guard.layer_reports(
         judged.hidden_NKH, judged.last_MH, spec.layer_ids, calibrations, threads
     )
@@ -168,7 +171,13 @@ def _spread(samples: Sequence[int]) -> list[int]:
     return [samples[int(place)] for place in np.unique(places)]
 
 
-def _rows(store: Store, target: Target, samples: Sequence[int], beat: Callable[[], None]) -> _Rows:
+def _rows(
+    store: Store,
+    target: Target,
+    samples: Sequence[int],
+    beat: Callable[[], None],
+    times: list[SampleTime],
+) -> _Rows:
     """States of the samples, computed alone, at `calibration_positions`; bad samples left out."""
     spec, table = store.spec, store.table
     hidden: list[NDArray[np.float32]] = []
@@ -178,6 +187,7 @@ def _rows(store: Store, target: Target, samples: Sequence[int], beat: Callable[[
     of_last = calibration_positions([len(teacher) for teacher in teachers])
     for i, position_N, teacher, place_M in zip(samples, positions, teachers, of_last, strict=True):
         beat()
+        begin = time.perf_counter()
         ids_1T = torch.from_numpy(store.tokens(i)[0].astype(np.int64))[None].to(target.device)
         hidden_KBTH, last_BTH = target.forward(ids_1T)
         position = torch.from_numpy(position_N).to(target.device)
@@ -188,6 +198,7 @@ def _rows(store: Store, target: Target, samples: Sequence[int], beat: Callable[[
             continue
         hidden.append(states.float().cpu().numpy())
         last.append(lasts.float().cpu().numpy())
+        times.append(SampleTime(int(table.num_tokens[i]), time.perf_counter() - begin))
     if not hidden:
         raise ValueError(
             f"none of {len(samples)} samples gives rows to calibrate from: they are not finite or "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from dflash_pipeline.capture.batches import Int
+from dflash_pipeline.capture.calibrating import chosen_samples as calibration_samples
 from dflash_pipeline.capture.compiled import is_wanted
 from dflash_pipeline.capture.construction import Arranged, arranged, fill_checked, store_spec
+from dflash_pipeline.capture.gate import chosen_samples
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.samples import Conversation, Dropped, hash64, read
 from dflash_pipeline.capture.shapes import extremes, planned_shapes
@@ -32,7 +34,7 @@ from dflash_pipeline.store import durable, stripes
 from dflash_pipeline.store.build import estimate_bytes, shard_bytes
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.store.spec import StoreSpec
-from dflash_pipeline.store.table import HELD_OUT, SampleTable
+from dflash_pipeline.store.table import HELD_OUT, SampleTable, claim_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,10 @@ def count(
     token_bytes = spec.num_layers * row_bytes(spec.hidden_mode, spec.hidden_size)
     last_bytes = row_bytes(spec.last_mode, spec.hidden_size) if spec.has_last else 0
     num_tokens = int(table.num_tokens.sum())
+    made_from, judged_by = calibration_samples(table) if spec.is_quantised else ([], [])
+    calibrated = judged_by if run.capture.calibration_from else made_from + judged_by
+    first = table.of_shard(claim_order(layout.num_shards)[0])
+    gated = range(first.start, first.stop)
     work = CaptureWork(
         num_samples=len(table),
         num_heldout=int((table.split == HELD_OUT).sum()),
@@ -92,8 +98,10 @@ def count(
         rows_bytes=token_bytes * num_tokens + last_bytes * int(table.num_teacher.sum()),
         mounts=mounts_of(run.store.path, made),
         read_s=read_s,
-        batches=_sums([amounts(*shape) for shapes in by_bucket for shape in shapes]),
-        warm_batches=_sums([amounts(*shape) for shape in warmed]),
+        batches=_sums([amounts(*shape) for shapes in by_bucket for shape in shapes], 3),
+        warm_batches=_sums([amounts(*shape) for shape in warmed], 3),
+        calibrated=_alone(table, calibrated),
+        gated=_alone(table, chosen_samples(gated, run.capture.gate_samples)),
         answer_steps=answer_steps(table.num_anchors, run.generate.batch_size)
         * run.generate.samples,
         is_compiled=is_wanted(run.capture.compile, kind, run.target.num_gpus > 1, num_tokens),
@@ -156,8 +164,17 @@ def amounts(num_sequences: int, width: int) -> list[float]:
     return [1.0, float(places), float(places * width)]
 
 
-def _sums(rows: list[list[float]]) -> list[float]:
-    return [sum(column) for column in zip([0.0] * 3, *rows, strict=True)]
+def amounts_alone(num_tokens: int) -> list[float]:
+    """What the time of a sample that is computed alone depends on: that it is one, its tokens."""
+    return [1.0, float(num_tokens)]
+
+
+def _alone(table: SampleTable, samples: Sequence[int]) -> list[float]:
+    return _sums([amounts_alone(int(table.num_tokens[i])) for i in samples], 2)
+
+
+def _sums(rows: list[list[float]], size: int) -> list[float]:
+    return [sum(column) for column in zip([0.0] * size, *rows, strict=True)]
 
 
 def answer_steps(num_tokens_M: Int, batch_size: int) -> float:

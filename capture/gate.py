@@ -15,6 +15,7 @@ Letters: T tokens, M rows of `last`, K layers, H hidden, V vocabulary.
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -32,6 +33,7 @@ from dflash_pipeline.capture.row_errors import (
     threshold,
 )
 from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.times import SampleTime
 from dflash_pipeline.capture.truth import Truth, compute, swayed
 from dflash_pipeline.configs.threads import Threads
 from dflash_pipeline.store.calibration import Calibrated
@@ -296,6 +298,12 @@ def _same(found: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(torch.allclose(found.float(), other.float(), rtol=ROUNDING, atol=1e-6))
 
 
+def chosen_samples(samples: Sequence[int], most: int) -> list[int]:
+    """Of a shard's samples, those to be judged: spread, so that batches and places in them vary."""
+    count = min(most, len(samples))
+    return [samples[place] for place in np.linspace(0, len(samples) - 1, count, dtype=int)]
+
+
 def check(
     target: Target,
     spec: StoreSpec,
@@ -306,14 +314,20 @@ def check(
     threads: Threads = _ONE,
     *,
     by_other_code: bool,
+    times: list[SampleTime] | None = None,
 ) -> list[str]:
     """Judge the stored rows of `samples`; the lines of the verdict, or GateRefused.
 
     tokens: sample -> ids and loss mask; read_back: sample -> its stored bytes, [T, K, R] of
-    hidden and [M, R] of last, out of the finished file; by_other_code: as `Gate` says.
+    hidden and [M, R] of last, out of the finished file; by_other_code: as `Gate` says;
+    times: what each sample took is added to it.
     """
     gate = Gate(target, spec, calibrated, threads, by_other_code=by_other_code)
     with torch.inference_mode():
         for sample in samples:
-            gate.add(*tokens(sample), *read_back(sample))
+            begin = time.perf_counter()
+            ids_T, mask_T = tokens(sample)
+            gate.add(ids_T, mask_T, *read_back(sample))
+            if times is not None:
+                times.append(SampleTime(len(ids_T), time.perf_counter() - begin))
     return gate.verdict()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -19,12 +20,12 @@ from dflash_pipeline.capture import preflight
 from dflash_pipeline.capture.answerer import Answerer
 from dflash_pipeline.capture.answers import dialogues
 from dflash_pipeline.capture.construction import Spent, build_store
-from dflash_pipeline.capture.counting import Sampled, amounts, count, keep_table
+from dflash_pipeline.capture.counting import Sampled, amounts, amounts_alone, count, keep_table
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped
-from dflash_pipeline.capture.shards import BatchTime
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target, compute_dtype
+from dflash_pipeline.capture.times import SampleTime, Times
 from dflash_pipeline.capture.voice import Silence
 from dflash_pipeline.capture.worker import capture, explained_start, make_ready, prepare_torch, seal
 from dflash_pipeline.configs import inputs
@@ -117,19 +118,21 @@ def measure(
     warmed, _ = make_ready(target, store, trial.capture, work.num_tokens, log)
     ready_s = laps.take()
     log.say(f"measuring the capture of {len(store.table):,} samples on {place.device}")
-    heard, timed = _Heard(), list[BatchTime]()
+    heard, times = _Heard(), Times()
     laps.take()
     with Stop() as stop:
-        store = capture(store, target, trial.capture, heard, stop, timed)
+        store = capture(store, target, trial.capture, heard, stop, times)
     seal(store, trial.capture)
     whole_s = laps.take()
     batch_s = fitted(
-        [amounts(one.num_sequences, one.num_positions) for one in timed],
-        [one.device_s for one in timed],
+        [amounts(one.num_sequences, one.num_positions) for one in times.batches],
+        [one.device_s for one in times.batches],
     )
     busy = heard.busy()
-    device_s = sum(one.device_s for one in timed)
+    device_s = sum(one.device_s for one in times.batches)
     warmed_s = sum(dot(amounts(*shape), batch_s) for shape in warmed)
+    calibrated_s, gated_s = _alone_s(times.calibrated), _alone_s(times.gated)
+    alone_s = _alone_work_s(times.calibrated, calibrated_s) + _alone_work_s(times.gated, gated_s)
     answer_step_s = 0.0 if run.generate.endpoints else _answer_step_s(run, files, target, place)
     log.say("measuring the disk")
     speed = disk_speed([folder, *(nearest(Path(one.path)) for one in work.mounts[1:])])
@@ -140,7 +143,9 @@ def measure(
         plan_s=plan_s,
         token_s=spent.tokens_s / int(store.table.num_tokens.sum()),
         load_s=load_s + max(0.0, ready_s - warmed_s),
-        fixed_s=max(0.0, whole_s - heard.wait_s - device_s / busy),
+        fixed_s=max(0.0, whole_s - heard.wait_s - device_s / busy - alone_s),
+        calibrated_s=calibrated_s,
+        gated_s=gated_s,
         busy=busy,
         batch_s=batch_s,
         worker_bytes_per_s=speed.worker,
@@ -165,6 +170,19 @@ def _num_chosen(run: Run, target: Target, work: CaptureWork) -> int:
         last_BTH[0, 0, 0].item()
         seconds = time.monotonic() - begin
     return max(_LEAST_SAMPLED, round(CAPTURE_S * ids_BT.numel() / seconds / mean))
+
+
+def _alone_s(times: Sequence[SampleTime]) -> list[float]:
+    """Seconds of a sample that is computed alone and of each of its tokens; zeros: none was."""
+    # the first one loads what the others use
+    told = times[1:] or times
+    if not told:
+        return [0.0, 0.0]
+    return fitted([amounts_alone(one.num_tokens) for one in told], [one.seconds for one in told])
+
+
+def _alone_work_s(times: Sequence[SampleTime], costs: Sequence[float]) -> float:
+    return sum(dot(amounts_alone(one.num_tokens), costs) for one in times)
 
 
 def _answer_step_s(run: Run, files: TargetFiles, target: Target, place: Place) -> float:

@@ -27,6 +27,7 @@ from dflash_pipeline.capture.offload import Offload, Parcel
 from dflash_pipeline.capture.pack import bad_sequences
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.times import BatchTime, Times
 from dflash_pipeline.capture.voice import Voice
 from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.memory import usage
@@ -39,17 +40,6 @@ from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.store.writer import StoreWriter
 
 NOTE_EVERY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTime:
-    """What one batch took."""
-
-    num_sequences: int
-    num_positions: int
-    """Its padded length."""
-    device_s: float
-    """Seconds in which the device worked on it."""
 
 
 @dataclass(slots=True)
@@ -107,7 +97,7 @@ class Worker:
         leases: Leases,
         offload: Offload,
         writer: StoreWriter,
-        timed: list[BatchTime] | None,
+        times: Times,
     ) -> None:
         self._store, self._target, self._config, self._log = store, target, config, log
         self._stop, self._leases, self._offload, self._writer = stop, leases, offload, writer
@@ -116,7 +106,7 @@ class Worker:
         self._is_gated, self._gated_versions = False, frozenset[int]()
         self._num_taken = self._num_failed = self._num_tokens = 0
         self._num_places = self._size_bytes = 0
-        self._timed, self._begin, self._noted_at = timed, time.monotonic(), time.monotonic()
+        self._times, self._begin, self._noted_at = times, time.monotonic(), time.monotonic()
         self._device_s = 0.0
         self._last_failure = ""
         self.idle_s = 0.0
@@ -205,8 +195,8 @@ class Worker:
         self._writer.abort()
         self._target.is_compiled = self._is_gated = False
         self._gated_versions = frozenset()
-        if self._timed is not None:
-            self._timed.clear()
+        for found in (self._times.batches, self._times.gated):
+            found.clear()
         self._log.say(f"compiled layers do not serve ({why}): they run plain from here on")
 
     def check_set_aside(self) -> None:
@@ -262,8 +252,7 @@ class Worker:
             tally.is_begun = True
         del self._in_flight[0]
         self._device_s += parcel.device_s
-        if self._timed is not None:
-            self._timed.append(BatchTime(*self._forward.shape(batch), parcel.device_s))
+        self._times.batches.append(BatchTime(*self._forward.shape(batch), parcel.device_s))
         bad = bad_sequences(parcel.largest_BL, parcel.faintest_BL)
         is_good_B = ~np.isin(np.arange(batch.stop - batch.start), list(bad))
         largest_L = parcel.largest_BL[is_good_B].max(axis=0, initial=0)
@@ -335,18 +324,16 @@ class Worker:
         samples = store.table.of_shard(tally.shard_id)
         good = [i for i in range(samples.start, samples.stop) if i not in tally.bad]
         if good:
-            # spread over the shard, so that batches and places in them vary
-            count = min(self._config.gate_samples, len(good))
-            chosen = [good[place] for place in np.linspace(0, len(good) - 1, count, dtype=int)]
             for line in gate.check(
                 self._target,
                 store.spec,
                 store.calibration,
-                chosen,
+                gate.chosen_samples(good, self._config.gate_samples),
                 store.tokens,
                 writer.read_back,
                 Threads(torch.get_num_threads(), self.beat),
                 by_other_code=is_compiled,
+                times=self._times.gated,
             ):
                 self._log.say(f"gate: {line}")
             self._is_gated = True

@@ -16,9 +16,10 @@ from dflash_pipeline.capture.forward import MORE_GPUS
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.offload import Offload
 from dflash_pipeline.capture.shapes import Shape, extremes, largest_batch, planned_shapes
-from dflash_pipeline.capture.shards import BatchTime, Worker
+from dflash_pipeline.capture.shards import Worker
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target, compute_dtype, slow_fallback
+from dflash_pipeline.capture.times import Times
 from dflash_pipeline.capture.voice import Voice
 from dflash_pipeline.capture.warmup import warm_up
 from dflash_pipeline.configs.errors import UsageError, first_line
@@ -162,12 +163,13 @@ def capture(
     config: CaptureConfig,
     log: Voice,
     stop: Stop,
-    timed: list[BatchTime] | None = None,
+    times: Times | None = None,
 ) -> Store:
     """Take free shards and write them until the store is complete; the store as it is then.
 
-    timed: each batch is added to it.
+    times: what batches and samples took is added to it.
     """
+    times = times or Times()
     with _leases(store, config) as leases:
         leases.sweep()
         # a run that is started again tries what was set aside again
@@ -182,7 +184,7 @@ def capture(
             beat()
             time.sleep(IDLE_S)
 
-        store = calibrated(store, target, config, leases, log.say, beat, wait)
+        store = calibrated(store, target, config, leases, log.say, beat, wait, times.calibrated)
         with (
             Offload(
                 largest_batch(store),
@@ -193,7 +195,7 @@ def capture(
             ) as offload,
             StoreWriter(store, leases, depth=config.host_buffers) as writer,
         ):
-            worker = Worker(store, target, config, log, stop, leases, offload, writer, timed)
+            worker = Worker(store, target, config, log, stop, leases, offload, writer, times)
             room = Room(store, leases, parse_size(config.quota))
             while not store.is_complete:
                 lease = room.claim(config.max_shard_failures)

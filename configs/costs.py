@@ -44,6 +44,10 @@ class CaptureWork:
     """Number of batches, their places, and the places each times its padded length; sums."""
     warm_batches: Sequence[float]
     """The same of those that a worker computes before its first; zeros on a CPU."""
+    calibrated: Sequence[float]
+    """Samples that the calibration computes alone, and their tokens; zeros where there is none."""
+    gated: Sequence[float]
+    """The same of those that the gate does, of the first shard."""
     answer_steps: float
     """Steps of generating the answers anew, in batches of generate.batch_size."""
     is_compiled: bool
@@ -67,7 +71,12 @@ class CaptureCosts:
     load_s: float
     """Until a worker's target is ready, after the libraries."""
     fixed_s: float
-    """What a worker does once after that: buffers, calibration, the gate, the last shard."""
+    """What a worker does once after that, whatever the data: buffers, the calibration's and the
+    gate's own part, the last shard."""
+    calibrated_s: Sequence[float]
+    """Seconds for each of `CaptureWork.calibrated`."""
+    gated_s: Sequence[float]
+    """Seconds for each of `CaptureWork.gated`."""
     busy: float
     """Share of the time in which the device has a batch, while the disk does not bind."""
     batch_s: Sequence[float]

@@ -117,6 +117,7 @@ class Predictor:
         # one worker plans as well, in the same process
         num_processes = 1 if num_workers == 1 else 2
         worker_s = costs.load_s + dot(work.warm_batches, costs.batch_s) + costs.fixed_s
+        worker_s += dot(work.calibrated, costs.calibrated_s) + dot(work.gated, costs.gated_s)
         return num_processes * costs.import_s + plan_s + worker_s
 
     def _disks_s(self, bytes_per_s: Sequence[float]) -> float:

@@ -25,9 +25,14 @@ import pytest
 
 from dflash_pipeline.capture import counting, planning
 from dflash_pipeline.capture import measure as capture_measure
+from dflash_pipeline.capture import worker as capture_worker
+from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.samples import Dropped, read
 from dflash_pipeline.capture.shapes import planned_shapes
+from dflash_pipeline.capture.stop import Stop
+from dflash_pipeline.capture.times import SampleTime, Times
 from dflash_pipeline.capture.toytext import conversations
+from dflash_pipeline.capture.voice import Silence
 from dflash_pipeline.configs.costs import CaptureCosts, CaptureWork, TrainCosts, TrainWork
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import load, to_dict
@@ -248,6 +253,37 @@ def test_the_answers_steps_are_those_of_the_longest_of_each_batch() -> None:
     expected = lengths.reshape(-1, 32).max(axis=1).sum()
     assert counting.answer_steps(lengths, 32) == pytest.approx(expected, rel=0.01)
     assert counting.answer_steps(lengths[:1], 32) == lengths[0]
+
+
+@pytest.mark.parametrize("mode", ["bf16", "int4"])
+def test_samples_that_a_capture_computes_alone_are_counted_before_it(
+    mode: Any, folder: Path, tmp_path: Path
+) -> None:
+    run = _run(folder, "short")
+    run = replace(
+        run,
+        data=replace(run.data, limit=90),
+        store=replace(run.store, path=str(tmp_path / "hs"), hidden_mode=mode, last_mode=mode),
+        capture=replace(run.capture, force=True),
+    )
+    files, place, times = resolve(run.target), _place(tmp_path / "logs", "capture"), Times()
+    work, _ = counting.count(run, files, "cpu", 1, counting.Sampled(0))
+    planning.main(run, place, {"kind": "cpu", "num_workers": 1, "only_count": False})
+    store = open_store(run.store.path)
+    target = capture_worker.load_target(run, place, store, files)
+    with Stop() as stop:
+        capture_worker.capture(store, target, run.capture, Silence(), stop, times)
+    for counted, found in ((work.calibrated, times.calibrated), (work.gated, times.gated)):
+        assert counted == [len(found), sum(one.num_tokens for one in found)]
+    # those that the calibration is made from, and those that it is judged by
+    assert [len(times.calibrated), len(times.gated)] == [90 if mode == "int4" else 0, 4]
+
+
+def test_what_loads_with_the_first_sample_alone_is_no_cost_of_the_others() -> None:
+    told = [SampleTime(100, 9.0), *(SampleTime(n, 0.5 + 0.01 * n) for n in (100, 200, 400))]
+    assert capture_measure._alone_s(told) == pytest.approx([0.5, 0.01])
+    assert capture_measure._alone_work_s(told, [0.5, 0.01]) == pytest.approx(10.0)
+    assert capture_measure._alone_s([]) == [0.0, 0.0]
 
 
 def test_a_captured_batch_costs_by_its_places_and_by_what_each_may_see() -> None:

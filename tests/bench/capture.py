@@ -53,6 +53,7 @@ from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shap
 from dflash_pipeline.capture.shards import Worker
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.times import Times
 from dflash_pipeline.capture.voice import Silence
 from dflash_pipeline.capture.warmup import warm_up
 from dflash_pipeline.configs.memory import gib, usage
@@ -183,7 +184,7 @@ def ours(
                 )
             )
             writer = stack.enter_context(StoreWriter(store, leases, depth=config.host_buffers))
-            worker = Worker(store, target, config, log, stop, leases, offload, writer, None)
+            worker = Worker(store, target, config, log, stop, leases, offload, writer, Times())
             taken = [_take(worker, leases, store, config)]
             first_s = time.perf_counter() - started
             taken.append(_take(worker, leases, store, config))

@@ -31,6 +31,7 @@ from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shapes
 from dflash_pipeline.capture.shards import Worker
 from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.times import Times
 from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.place import Place
@@ -431,7 +432,7 @@ def test_a_worker_counts_what_others_committed_though_a_release_saw_it_first(
     """Under a quota a release refreshes the worker's store too, between its own looks."""
     store = open_store(run.store.path)
     parts: Any = SimpleNamespace(device=torch.device("cpu"), device_bytes=0, say=None)
-    own = Worker(store, parts, run.capture, parts, parts, parts, parts, parts, None)
+    own = Worker(store, parts, run.capture, parts, parts, parts, parts, parts, Times())
     assert own._num_committed == 0
     own._submitted[store.layout.shard_ids()[0]] = (7, 1)
     shutil.rmtree(run.store.path)

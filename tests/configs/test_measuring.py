@@ -32,6 +32,8 @@ CAPTURE = CaptureCosts(
     token_s=1e-6,
     load_s=1.0,
     fixed_s=1.0,
+    calibrated_s=[0.0, 0.0],
+    gated_s=[0.0, 0.0],
     busy=1.0,
     batch_s=[0.0, 1e-4, 0.0],
     worker_bytes_per_s=1e9,
@@ -141,6 +143,8 @@ def test_a_measurement_is_kept_in_a_folder_that_is_new(
         read_s=0.1,
         batches=[1.0, 16.0, 256.0],
         warm_batches=[0.0, 0.0, 0.0],
+        calibrated=[0.0, 0.0],
+        gated=[0.0, 0.0],
         answer_steps=0.0,
         is_compiled=False,
     )

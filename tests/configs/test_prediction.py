@@ -33,6 +33,8 @@ WORK = CaptureWork(
     read_s=0.0,
     batches=[22_800.0, 1.02 * TOKENS, 0.0],
     warm_batches=[0.0, 0.0, 0.0],
+    calibrated=[0.0, 0.0],
+    gated=[0.0, 0.0],
     answer_steps=1e6,
     is_compiled=True,
 )
@@ -44,6 +46,8 @@ CAPTURE = CaptureCosts(
     token_s=0.0,
     load_s=0.0,
     fixed_s=0.0,
+    calibrated_s=[0.0, 0.0],
+    gated_s=[0.0, 0.0],
     busy=1.0,
     batch_s=[0.0, 1 / 34_600 / 1.02, 0.0],
     worker_bytes_per_s=4e9,
@@ -144,6 +148,17 @@ def test_what_is_done_once_is_counted_for_the_plan_and_each_worker() -> None:
     assert (alone - bare) * HOUR_S == pytest.approx(7 + 3 + 11 + 2 + kept_s)
     # several workers begin after another process has planned
     assert (two - bare_two) * HOUR_S == pytest.approx(7 + 7 + 3 + 11 + 2 + kept_s)
+
+
+def test_what_the_start_computes_alone_grows_with_its_samples_lengths() -> None:
+    costs = replace(CAPTURE, calibrated_s=[0.02, 3e-5], gated_s=[0.0, 1e-3])
+    work = replace(WORK, calibrated=[128.0, 192_000.0], gated=[4.0, 6_000.0])
+    seconds = [
+        Predictor(Run(), one, costs, TRAIN_WORK, TRAIN).capture(1).hours * HOUR_S
+        for one in (work, WORK)
+    ]
+    expected = 128 * 0.02 + 192_000 * 3e-5 + 6_000 * 1e-3
+    assert seconds[0] - seconds[1] == pytest.approx(expected, rel=1e-4)
 
 
 def test_validations_and_checkpoints_are_pauses_and_the_last_one_is_waited_for() -> None:
