@@ -204,7 +204,7 @@ def flex_attend(
             value_XGD.transpose(0, 1)[None],
             block_mask=mask_by_type[layer_type],
             enable_gqa=True,
-            kernel_options=_kernel_options(query_QED.shape[-1], on_hopper),
+            kernel_options=_kernel_options(query_QED.shape[-1], query_QED.dtype, on_hopper),
         )
         return mixed[0].transpose(0, 1)
 
@@ -216,12 +216,13 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _kernel_options(width: int, on_hopper: bool) -> dict[str, Any]:
+def _kernel_options(width: int, dtype: torch.dtype, on_hopper: bool) -> dict[str, Any]:
     # unforced, short batches may pick a kernel that has no configuration for them. Not set, though
     # every row sees itself: ROWS_GUARANTEED_SAFE. Part of an own tile is hidden from most of its
     # rows, and meeting that part first gives NaN (seen on an H200).
     options: dict[str, Any] = {"BACKEND": "TRITON"} if _KNOWS_BACKENDS else {}
-    if on_hopper and width == 128:
+    # float32 rows take twice the processor's memory: torch chooses tiles of 16 for them
+    if on_hopper and width == 128 and dtype == torch.bfloat16:
         # 3.52 ms a layer backward against 3.86 with the sizes that torch 2.11 chooses (H200,
         # tests/bench/attention.py)
         options |= {

@@ -61,8 +61,8 @@ def main() -> None:
         compiled_flex.cache_clear()
         torch._dynamo.reset()
         torch.manual_seed(0)
-        told = mask._kernel_options(0, False) | options
-        with patch.object(mask, "_kernel_options", lambda width, on_hopper, told=told: told):
+        told = mask._kernel_options(0, torch.bfloat16, False) | options
+        with patch.object(mask, "_kernel_options", lambda *_, told=told: told):
             forward, both = layer_attention(bench)
             try:
                 found = [grad.float() for grad in both(0)]

@@ -61,13 +61,19 @@ def _of_both_kinds(shape: DrafterShape) -> DrafterShape:
     )
 
 
-def _run(forward: EagerForward | CompiledForward, num_context: int, device: str) -> torch.Tensor:
+def _run(
+    forward: EagerForward | CompiledForward,
+    num_context: int,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     feature, position_N, block, position_Q, anchor, start = _batch(
         num_context, forward.shape, device
     )
     size, window = forward.shape.block_size, forward.shape.sliding_window
     visibility = Visibility(anchor, start, num_context, size, window)
-    return forward(BlockBatch(feature, position_N, block, position_Q, visibility))
+    rows = feature.to(dtype), position_N, block.to(dtype), position_Q
+    return forward(BlockBatch(*rows, visibility))
 
 
 @torch.no_grad()
@@ -105,13 +111,16 @@ def test_on_hopper_the_kernel_is_told_its_tiles_as_plain_numbers(
                 told.extend(one for one in node.args if isinstance(one, dict))
         return graph.forward
 
-    for width, is_hopper in ((128, True), (64, True), (128, False)):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    # float32 rows of that width do not fit with them
+    cases = ((128, bf16, True), (64, bf16, True), (128, fp32, True), (128, bf16, False))
+    for width, dtype, is_hopper in cases:
         monkeypatch.setattr(forward, "is_hopper", lambda device, said=is_hopper: said)
         drafter = Drafter(replace(shape, num_layers=1, layer_types=(FULL,), head_dim=width))
         drafter.initialise(0)
-        _run(CompiledForward(drafter, backend=listen), 2 * TILE, "cpu")
+        _run(CompiledForward(drafter.to(dtype), backend=listen), 2 * TILE, "cpu", dtype)
     tiles = [{name: size for name, size in one.items() if "bwd_" in name} for one in told]
-    assert tiles == [{f"bwd_{name}": size for name, size in HOPPER_TILES.items()}, {}, {}]
+    assert tiles == [{f"bwd_{name}": size for name, size in HOPPER_TILES.items()}, {}, {}, {}]
     assert {type(size) for size in tiles[0].values()} == {int}
 
 
