@@ -228,6 +228,9 @@ class _OpenShard:
     def open(self) -> None:
         path, shard_id = self.store.path, self.lease.shard_id
         with self.lease.fence():
+            if not self.lease.is_held:
+                # given back while this was queued: what lies there may be the next holder's
+                return
             remove_leftovers(path, shard_id)
         arrays = [(paths.hidden_file(shard_id), self.store.hidden_shape)]
         if self.store.last_shape is not None:

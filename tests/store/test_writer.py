@@ -72,6 +72,27 @@ def test_submitted_shards_are_committed_in_the_background(
         assert empty_store.is_complete
 
 
+def test_a_shard_that_was_given_back_before_it_was_opened_leaves_its_next_holder_alone(
+    tiny: ModuleType, plan: Any, empty_store: Any, leases: Leases
+) -> None:
+    """As one whose batch fails while the disk is still busy with the shard before."""
+    failed = leases.acquire(SHARD)
+    failed.fail()
+    with (
+        Leases(empty_store.path, plan.layout, heartbeat_s=60, hung_s=60) as others,
+        StoreWriter(empty_store, others, depth=2) as other,
+        StoreWriter(empty_store, leases, depth=2) as writer,
+    ):
+        amax = tiny.put_shard(plan, other, others.acquire(SHARD))
+        # the other one's files are there
+        other._thread.submit(lambda: None).result()
+        tiny.put_shard(plan, writer, failed)
+        writer.abort()
+        other.finish(amax, clipped(plan), {}, halved=False)
+        other.commit()
+    assert empty_store.refresh() == [SHARD]
+
+
 def test_a_bad_sample_has_no_rows_and_its_reason(
     tiny: ModuleType, plan: Any, empty_store: Any, leases: Leases
 ) -> None:
