@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as until_done
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -34,7 +35,9 @@ def within(limit_s: float, call: Callable[[], _T], name: str) -> _T:
             result.set_exception(error)
 
     threading.Thread(target=work, name=name, daemon=True).start()
-    return result.result(limit_s)
+    if not until_done([result], limit_s).done:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return result.result()
 
 
 class Facts:

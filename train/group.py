@@ -336,6 +336,6 @@ def _served(place: Place, timeout_s: float) -> Any:
             what = f"waited {timeout_s:g} s for all {place.world} ranks to start"
         raise ValueError(
             f"rank {place.rank} {what}: see the logs of the others, or raise train.timeout_s "
-            f"({first_line(error) or 'no answer'})"
+            f"({first_line(error)})"
         ) from error
     return _kv.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), served)

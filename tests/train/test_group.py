@@ -158,6 +158,20 @@ def test_what_takes_too_long_is_left_behind_and_errors_come_through() -> None:
     with pytest.raises(ZeroDivisionError):
         within(5.0, lambda: 1 / 0, "wrong")
     over = threading.Event()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"^no answer within 0\.05 s$"):
         within(0.05, over.wait, "endless")
+    over.set()
+
+
+def test_a_start_that_gets_no_answer_at_all_is_told_as_that(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(dist, "TCPStore", lambda *_: over.wait())
+    monkeypatch.setattr("dflash_pipeline.train.group._START_MARGIN_S", 0.05)
+    other = replace(place, rank=1, world=2, rendezvous="tcp://127.0.0.1:1")
+    with pytest.raises(
+        ValueError, match=r"127\.0\.0\.1:1 within 0\.1 s: .*\(no answer within 0\.15 s"
+    ):
+        Group(other, 0.1)
     over.set()
