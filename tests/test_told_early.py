@@ -157,11 +157,6 @@ def _typed(line: str) -> tuple[str, str]:
             2,
             "run is a run without a checkpoint: its first is written after train.save_every",
         ),
-        (
-            "train --gpus cpu --store made --out new --init-from answers.jsonl.logs",
-            2,
-            "answers.jsonl.logs holds no config.json, no best and no last step: not a drafter",
-        ),
         ("export run --out new", 2, "run is a run without a checkpoint"),
         ("eval --gpus cpu --drafter run --store made", 2, "run is a run without a checkpoint"),
         (

@@ -104,15 +104,16 @@ def _check_continued(run: Run) -> None:
 
 
 def check_is_drafter(drafter: str) -> None:
-    """UsageError for a directory without a drafter, or of another kind of model, as a target."""
-    if not Path(drafter).is_dir():
-        # a name on the hub
-        return
+    """UsageError for a run without a checkpoint, and for a directory of another kind of model, as a
+    target. Any other without a drafter is the stage's to refuse."""
     try:
         directory = checkpoint_directory(Path(drafter))
         config = read_object(directory / "config.json")
     except UsageError:
-        raise
+        # none named is not the directory at hand
+        if drafter:
+            raise
+        return
     except (OSError, ValueError):
         return
     try:

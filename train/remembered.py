@@ -79,10 +79,10 @@ def check_rendering(
 def checkpoint_directory(path: Path) -> Path:
     """Follow a run directory to a step: `best`, else `last`, each a link or a file with a name.
 
-    UsageError where there is none; ValueError where such a file names something else.
+    UsageError for a run without a checkpoint; ValueError where there is no drafter.
     """
     if not path.is_dir():
-        raise UsageError(
+        raise ValueError(
             f"{path} is not a directory: name a run, one of its steps, or a checkpoint with "
             "config.json and safetensors"
         )
@@ -98,7 +98,7 @@ def checkpoint_directory(path: Path) -> Path:
                 f"{path} is a run without a checkpoint: its first is written after "
                 "train.save_every steps, or when it is stopped"
             )
-        raise UsageError(f"{path} holds no config.json, no best and no last step: not a drafter")
+        raise ValueError(f"{path} holds no config.json, no best and no last step: not a drafter")
     return path
 
 
