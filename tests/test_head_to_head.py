@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_pipeline.capture.model import TargetFiles, resolve
-from dflash_pipeline.configs.schema import TargetConfig
+from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.store.reader import Sample
 from studies.exchange import before_norm, final_norm, write_samples
 from studies.theirs import THEIR_VERSION
@@ -174,14 +174,60 @@ def test_a_line_that_is_run_again_judges_what_it_had_trained(
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(head_to_head, name, fake)
-    words = ["x", "out", "--store", "s", "--eval-store", "e", "--target", "toy", "--seconds", "60"]
-    monkeypatch.setattr(sys, "argv", [*words, "--their-python", sys.executable])
-    for _ in range(2):
+    config = tmp_path / "dflash.toml"
+    config.write_text('preset = "toy"\n')
+    words = ["x", "out", "--eval-store", "e", "--target", str(config), "--seconds", "60"]
+    words += ["--their-python", sys.executable, "--store"]
+
+    def run_again(store: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [*words, store])
+        done.clear()
         assert head_to_head.main() == 0
-    assert done == ["ours", "theirs", "judged", "judged"]
+        return done
+
+    assert run_again("s") == ["ours", "theirs", "judged"]
+    assert run_again("s") == ["judged"]
+    # of another store, or by a configuration that was changed, it would be another drafter
+    assert run_again("t") == ["ours", "theirs", "judged"]
+    config.write_text('preset = "toy"\n[drafter]\nnum_layers = 1\n')
+    assert run_again("t") == ["ours", "theirs", "judged"]
+    assert run_again("t") == ["judged"]
     found = json.loads((tmp_path / "out" / "head_to_head.json").read_text(encoding="utf-8"))
     assert found["same_seconds"]
     assert (found["samples"], found["tokens"]) == (5, 25)
+
+
+def test_samples_are_prepared_once_and_others_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "bench"))
+    import head_to_head
+
+    written: list[list[int]] = []
+
+    def write(_store: object, chosen: list[int], _norm: object, data: Path) -> int:
+        data.mkdir()
+        written.append(chosen)
+        return 10 * len(chosen)
+
+    monkeypatch.setattr(head_to_head, "write_samples", write)
+    for name in ("final_norm", "resolve"):
+        monkeypatch.setattr(head_to_head, name, lambda _of: None)
+
+    class Table(list[str]):
+        key = list.__getitem__
+
+    store = SimpleNamespace(path=tmp_path / "s", table=Table(f"k{i}" for i in range(6)))
+
+    def prepared(chosen: list[int]) -> int:
+        return head_to_head._prepared(tmp_path / "data", store, chosen, Run(), tmp_path)
+
+    assert prepared([3, 1, 0, 2, 4]) == prepared([3, 1, 0, 2, 4]) == 50
+    assert prepared([1, 3, 5, 0, 2, 4]) == 60
+    assert written == [[3, 1, 0, 2, 4], [1, 3, 5, 0, 2, 4]]
+    # what the two train on, and nothing else
+    dropped = (tmp_path / "dropped.txt").read_text(encoding="utf-8").split()
+    assert dropped == ["k0", "k2", "k4", "k5"]
 
 
 def test_a_file_may_stand_for_the_preset_wherever_the_line_was_typed(

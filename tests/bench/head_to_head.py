@@ -7,14 +7,14 @@ PYTHON is of an environment with `pip install speculators==0.9.0` (for a machine
 offline.sh pack-theirs). Both train the drafter that CONFIG, a preset or a file, describes on the
 same SAMPLES training samples of STORE, which is of bf16 rows: same layers, block, captured layers,
 tokens and blocks a batch. All else are each one's own defaults: optimizer, learning rate, schedule,
-loss, weighting, windows, first weights; what the preset tunes of these is set back. A probe of each
+loss, weighting, windows, first weights; what CONFIG tunes of these is set back. A probe of each
 measures its steps a second; then each trains for as many steps as fit SECONDS, over which its
 schedule runs out, again where that was off by more than a tenth; without equal seconds nothing is
-compared (exit code 5). Start-up and
-compiling are not counted, and are told. Both checkpoints then go through `dflash eval`: replay of
-the held-out answers of the other store and, with --prompts (repeatable), decoding of --limit of
-them a domain. Writes head_to_head.json into FOLDER, and into $OUT where that is set. A line that
-was cut off is run again: what it had prepared, trained in time or judged is kept.
+compared (exit code 5). Start-up and compiling are not counted, and are told. Both checkpoints then
+go through `dflash eval`: replay of the held-out answers of the other store and, with --prompts
+(repeatable), decoding of --limit of them a domain. Writes head_to_head.json into FOLDER, and into
+$OUT where that is set. A line that was cut off is run again: what it had prepared, trained in time
+or judged is kept; what was of another store, other samples or settings is done anew.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dflash_pipeline.capture.model import resolve
-from dflash_pipeline.configs.load import load
+from dflash_pipeline.configs.load import load, to_dict
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.store.reader import Store, open_store
 from dflash_pipeline.store.table import TRAIN
@@ -78,9 +78,10 @@ def main() -> int:
     size_bytes = _prepared(data, store, chosen, run, folder)
     asked = {
         "seconds": options.seconds,
+        "store": str(options.store.resolve()),
         "samples": options.samples,
-        "target": options.target,
-        "set": options.set,
+        # a file may say something else by the next call
+        "run": to_dict(run),
         "judged": [str(options.eval_store), *map(str, options.prompts), options.limit],
     }
     ours = kept(folder, "ours", asked, lambda: _ours(options, folder))
@@ -130,7 +131,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gpus", default="")
     parser.add_argument("--prompts", type=Path, action="append", default=[])
     parser.add_argument("--limit", type=int, default=6)
-    parser.add_argument("--set", action="append", default=[], help="of the preset, for both")
+    parser.add_argument("--set", action="append", default=[], help="over CONFIG, for both")
     parser.add_argument(
         "--their", action="append", default=[], help="further word of their command, as =--lr=1e-3"
     )
@@ -153,16 +154,18 @@ def _chosen(store: Store, count: int) -> list[int]:
 
 
 def _prepared(data: Path, store: Store, chosen: list[int], run: Run, folder: Path) -> int:
-    """Their files and our list of what is left out; made once."""
+    """Their files and our list of what is left out; made once for the same samples."""
     mark = folder / "prepared.json"
-    if mark.exists():
-        return int(json.loads(mark.read_text())["bytes"])
+    asked = {"store": str(store.path.resolve()), "samples": chosen}
+    if mark.exists() and (before := _read(mark)).get("asked") == asked:
+        return int(before["bytes"])
+    mark.unlink(missing_ok=True)
     shutil.rmtree(data, ignore_errors=True)
     size_bytes = write_samples(store, chosen, final_norm(resolve(run.target)), data)
-    kept = set(chosen[:-NUM_VALIDATED])
-    dropped = [store.table.key(i) for i in range(len(store.table)) if i not in kept]
+    trained = set(chosen[:-NUM_VALIDATED])
+    dropped = [store.table.key(i) for i in range(len(store.table)) if i not in trained]
     (folder / "dropped.txt").write_text("".join(f"{key}\n" for key in dropped), encoding="utf-8")
-    mark.write_text(json.dumps({"bytes": size_bytes}))
+    write_json(mark, {"asked": asked, "bytes": size_bytes})
     return size_bytes
 
 
