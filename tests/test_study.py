@@ -474,6 +474,23 @@ def test_what_no_later_stage_reads_is_removed_and_its_facts_stay(
     assert not study.is_captured("int4-last")
 
 
+def test_a_capture_waits_no_longer_for_followers_that_cannot_begin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    study = Study(tmp_path, "tiny", SEEDS, "cpu", 3, Deadline(60))
+    monkeypatch.chdir(tmp_path)
+
+    def train(_study: Study, _arms: list[Arm]) -> None:
+        raise ValueError("no such GPU")
+
+    monkeypatch.setattr(Study, "_plan", lambda _study, _job: None)
+    monkeypatch.setattr(Study, "_train", train)
+    with pytest.raises(ValueError, match="no such GPU"):
+        study._followed(study._capture_job("bf16"), following_arm(SEEDS))
+    # nothing was captured on the way out
+    assert not (tmp_path / "logs").exists()
+
+
 def test_half_of_every_store_lies_in_the_memory_that_is_given(tmp_path: Path) -> None:
     study = Study(tmp_path, "tiny", SEEDS, "cpu", 3, Deadline(1), Path("/memory"))
     for name in (*MODES, "eval"):

@@ -157,7 +157,12 @@ class Study:
             return
         with ThreadPoolExecutor(1) as pool:
             capturing = pool.submit(self._capture_when_followed, job, following)
-            self._train([following])
+            try:
+                self._train([following])
+            except BaseException:
+                # the pool waits for it, and it for followers
+                self.deadline.end_now()
+                raise
             capturing.result()
 
     def _plan(self, job: Job) -> None:
