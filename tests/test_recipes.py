@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -73,6 +74,17 @@ def test_the_real_targets_figures_are_those_that_were_measured() -> None:
         f"{found['replay_at_the_end']['tau']:.2f}",
     ):
         assert shown in FLAT
+
+
+def test_the_trained_documents_are_as_long_as_the_table_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    training = importlib.import_module("training")
+    mixed = training.lengths_of(training.FULL, "mixed")
+    assert f"| lognormal, mean {mixed.mean():.0f}, packed |" in TEXT
+    told = f"{len(mixed)} of lognormal lengths (sigma 0.8, at most {mixed.max():,}, on average "
+    assert f"{told}{mixed.mean():.0f})" in training.__doc__
 
 
 def test_the_estimate_of_the_study_is_the_one_that_is_told() -> None:

@@ -4,9 +4,9 @@
 
 The drafter of Qwen3-8B (`--tiny`: a few parameters, on a CPU too), 8,192 draft rows a batch, two
 batches an optimizer step. `fixed`: documents of 3,072 tokens, one a batch, to set beside `step.py`;
-`mixed`: lognormal lengths (mean 951, sigma 0.8, at most 4,096), packed. Prints the medians of the
-log lines after the first ones, when the first step was done, and device memory over the run; writes
-training.json into $OUT where that is set. Store and run are removed at the end.
+`mixed`: 96 of lognormal lengths (sigma 0.8, at most 3,072, on average 804), packed. Prints the
+medians of the log lines after the first ones, when the first step was done, and device memory over
+the run; writes training.json into $OUT where that is set. Store and run are removed at the end.
 """
 
 from __future__ import annotations
