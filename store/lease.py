@@ -54,7 +54,8 @@ class Lease:
             if generation != self.generation:
                 raise LeaseLost(
                     f"shard {self.shard_id} was taken over by another worker: this one gave no "
-                    "sign of life for too long (capture.hung_s)"
+                    "sign of life for too long (capture.hung_s). Nothing is lost: the same command "
+                    "captures what is left, if any"
                 )
             yield
 
