@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -54,13 +55,16 @@ def launch(
     beside: Beside | None = None,
     per_process: int = 1,
     ended: list[Status] | None = None,
+    lag_s: float = math.inf,
 ) -> int:
     """Run `entry` ("module:function") once per device and wait.
 
     lines: where to show what they say; None: stdout. sees_gpus: a CPU process that itself runs
     commands on GPUs keeps them visible. beside: this is one of several launches in threads.
     per_process: devices that each process sees; all are shared out, or UsageError. ended: takes
-    the last status of each process, in the order of their ranks.
+    the last status of each process, in the order of their ranks. lag_s: of processes that share
+    work which is whole once one of them has ended well, how long the others may take to end then;
+    those that hang are killed and named, which is no failure.
     Returns 0, 2 when a process refused its task, 1 when one failed, 128 + n after signal n; 141
     when nobody reads their output any longer. A refused task leaves no trace, but in a sweep.
     The function is called as `function(run, place, extra)`; `extra` is plain data.
@@ -89,7 +93,7 @@ def launch(
                     log = logs[place.number]
                     children.append(_Child(entry, run, group, place, extra, sees_gpus, log))
                     selector.register(children[-1].progress, selectors.EVENT_READ, children[-1])
-                _watch(children, selector, screen, signals)
+                _watch(children, selector, screen, signals, lag_s)
             finally:
                 for child in children:
                     child.kill()
@@ -179,6 +183,8 @@ class _Child:
     ) -> None:
         self.place = place
         self.error = ""
+        self.is_left_behind = False
+        """It hung when the work of all was done."""
         self._unread = b""
         self.progress, write_end = os.pipe()
         os.set_blocking(self.progress, False)
@@ -221,7 +227,7 @@ class _Child:
     @property
     def code(self) -> int:
         """Exit code; negative: ended by that signal."""
-        return self._process.wait()
+        return 0 if self.is_left_behind else self._process.wait()
 
     def stop(self) -> None:
         if self.is_running:
@@ -262,19 +268,29 @@ class _Child:
 
 
 def _watch(
-    children: list[_Child], selector: selectors.BaseSelector, screen: Screen, signals: list[int]
+    children: list[_Child],
+    selector: selectors.BaseSelector,
+    screen: Screen,
+    signals: list[int],
+    lag_s: float,
 ) -> None:
-    """Until every child has ended; sees to it that they do after a failure or a signal."""
+    """Until every child has ended; sees to it that they do after a failure or a signal, and `lag_s`
+    after the first that ended well."""
     failed: _Child | None = None
-    deadline = float("inf")
+    deadline = done_at = math.inf
     while any(child.is_running for child in children):
         for key, _ in selector.select(timeout=0.1):
             child: _Child = key.data
             if not child.read(screen):
                 selector.unregister(child.progress)
+        over = [child for child in children if not child.is_running]
         if failed is None and not signals:
-            failed = next((one for one in children if not one.is_running and one.code), None)
-        if (failed is not None or signals) and deadline == float("inf"):
+            failed = next((one for one in over if one.code), None)
+        if over and failed is None:
+            done_at = min(done_at, time.monotonic())
+        if time.monotonic() > done_at + lag_s and failed is None and not signals:
+            _leave_behind(children, lag_s, screen)
+        if (failed is not None or signals) and deadline == math.inf:
             deadline = time.monotonic() + GRACE_S
             if signals and any(child.is_running for child in children):
                 name = signal.Signals(signals[0]).name
@@ -291,6 +307,19 @@ def _watch(
         failed = next((one for one in children if one.code), None)
     if failed is not None:
         _explain(failed, screen)
+
+
+def _leave_behind(children: list[_Child], lag_s: float, screen: Screen) -> None:
+    for child in children:
+        if child.is_running:
+            place = child.place
+            log = log_path(place.log_dir, place.stage, place.number)
+            screen.note(
+                f"{place.stage}-{place.number} has not ended {lag_s:g} s after another had found "
+                f"all work done: it hangs and was killed; nothing is missing (log: {log})"
+            )
+            child.is_left_behind = True
+            child.kill()
 
 
 def _explain(child: _Child, screen: Screen) -> None:

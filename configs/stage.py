@@ -7,6 +7,7 @@ write: its logs go into a temporary directory, which stays where the line of an 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -59,8 +60,20 @@ def run_stage(
     """`launch` on devices that nobody else may take meanwhile; its exit code."""
     if devices is ONE_CPU:
         return launch(entry, run, devices, stage, logs, extra, ended=ended)
+    # of several workers each may end once all shards are there, whoever wrote them
+    lag_s = run.capture.hung_s if stage == "capture" else math.inf
     with gpus.reserved(devices, stage, share):
-        return launch(entry, run, devices, stage, logs, extra, per_process=per_process, ended=ended)
+        return launch(
+            entry,
+            run,
+            devices,
+            stage,
+            logs,
+            extra,
+            per_process=per_process,
+            ended=ended,
+            lag_s=lag_s,
+        )
 
 
 def look(

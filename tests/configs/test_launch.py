@@ -231,6 +231,20 @@ def test_a_process_that_does_not_listen_is_killed_after_the_grace(
     assert launch(f"{stages}:deaf", Run(), TWO, "capture", str(tmp_path), {}) == 130
 
 
+def test_a_process_that_hangs_when_all_work_is_done_is_killed_and_named(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begin = time.monotonic()
+    assert launch(f"{stages}:one_hangs", Run(), TWO, "capture", str(tmp_path), {}, lag_s=1.0) == 0
+    assert 1.0 < time.monotonic() - begin < 30
+    said = (
+        "capture-1 has not ended 1 s after another had found all work done: it hangs and was killed"
+    )
+    told = capfd.readouterr()
+    assert said in told.out
+    assert told.err == ""
+
+
 def test_children_do_not_outlive_a_killed_parent(stages: str, tmp_path: Path) -> None:
     code = (
         "from dflash_pipeline.configs.launch import launch\n"
