@@ -239,7 +239,7 @@ def summarise(
     return {
         "target": target,
         "tokens": total["committed_tokens"],
-        "bytes_per_token": round(total["bytes_per_token"], 1),
+        "bytes_per_token": total["bytes_per_token"],
         "loss_before": round(losses[0][1], 3),
         "loss_after": round(losses[-1][1], 3),
         **taus,

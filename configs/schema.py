@@ -221,7 +221,8 @@ class CaptureConfig:
     heartbeat_s: float = 10.0
     """Seconds between a worker's signs of life."""
     hung_s: float = 600.0
-    """A lease whose holder gave no sign of life for so many seconds is taken over."""
+    """A lease whose holder gave no sign of life for so many seconds is taken over; a worker that
+    has not ended so long after the store was complete is killed."""
     device_buffers: int = 2
     """Batches whose rows the GPU holds at the same time: one being computed, one being copied."""
     host_buffers: int = 4

@@ -80,7 +80,7 @@ def test_the_stages_run_in_order_and_their_results_are_put_together(
     assert summary == {
         "target": "toy",
         "tokens": 500,
-        "bytes_per_token": 864.0,
+        "bytes_per_token": 864.04,
         "loss_before": 9.0,
         "loss_after": 1.0,
         "tau_untrained": dict.fromkeys(everywhere, 1.0),
