@@ -65,8 +65,8 @@ class TeacherLogits:
         self._end = 0
 
     def hold(self, chunk: int) -> Tensor:
-        """The ring, once it holds the rows of that chunk; chunks come in order, and rows that only
-        earlier ones touch may be lost."""
+        """The ring, fp32 [C, V], once it holds the rows of that chunk; chunks come in order, and
+        rows that only earlier ones touch may be lost."""
         self._end = max(self._end, self._firsts[chunk])
         while self._end < self._ends[chunk]:
             place = self._end % len(self._ring_CV)
