@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,17 @@ class Part:
     out: PackedRows
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Marks:
+    """Where one batch stands on the device. Made for each: a parcel may be waited for after its
+    device buffer was lent again, and must not be told of that batch."""
+
+    # between these two the device works on it
+    begun: Any = field(default_factory=lambda: cuda.Event(enable_timing=True))
+    packed: Any = field(default_factory=lambda: cuda.Event(enable_timing=True))
+    copied: Any = field(default_factory=lambda: cuda.Event())
+
+
 class DeviceBuffer:
     """Device memory of one batch: ids and index going in, packed rows going out."""
 
@@ -81,11 +92,8 @@ class DeviceBuffer:
             largest_BL=torch.empty((sizes.num_sequences, sizes.num_bounds), device=device),
             faintest_BL=torch.empty((sizes.num_sequences, sizes.num_bounds), device=device),
         )
-        is_cuda = device.type == "cuda"
-        # two that are timed: between them the device works on the batch
-        self.begun = cuda.Event(enable_timing=True) if is_cuda else None
-        self.packed = cuda.Event(enable_timing=True) if is_cuda else None
-        self.copied = cuda.Event() if is_cuda else None
+        self.marks: _Marks | None = None
+        """Those of the batch it was lent for last; None on a CPU, whose work is done when asked."""
         self.begun_at = 0.0
         self.clear()
 
@@ -146,17 +154,15 @@ class Parcel:
     faintest_BL: NDArray[np.float32]
     release: Callable[[], None]
     """Gives the buffer back; any thread, once."""
-    _source: DeviceBuffer
+    _marks: _Marks | None
     device_s: float = 0.0
     """Seconds in which the device worked on it; known once it was waited for."""
 
     def wait(self) -> None:
-        """Until the bytes are there; other threads run meanwhile. Before the device buffer is lent
-        again."""
-        source = self._source
-        if source.copied is not None and source.begun is not None and source.packed is not None:
-            source.copied.synchronize()
-            self.device_s = source.begun.elapsed_time(source.packed) / 1e3
+        """Until the bytes are there; other threads run meanwhile."""
+        if self._marks is not None:
+            self._marks.copied.synchronize()
+            self.device_s = self._marks.begun.elapsed_time(self._marks.packed) / 1e3
 
 
 class _HostBuffer:
@@ -222,15 +228,16 @@ class Offload:
     def device_buffer(self) -> DeviceBuffer:
         """The next device buffer, free and empty."""
         buffer = next(self._device_buffers)
-        if buffer.copied is not None:
-            buffer.copied.synchronize()
+        if buffer.marks is not None:
+            buffer.marks.copied.synchronize()
         if self._poison:
             for rows in (buffer.rows.hidden_NKR, buffer.rows.last_MR):
                 rows.fill_(POISON)
         buffer.clear()
         buffer.begun_at = time.perf_counter()
-        if buffer.begun is not None:
-            buffer.begun.record(cuda.current_stream(self._device))
+        if self._stream is not None:
+            buffer.marks = _Marks()
+            buffer.marks.begun.record(cuda.current_stream(self._device))
         return buffer
 
     def send(self, source: DeviceBuffer, waiting: Callable[[], None]) -> Parcel:
@@ -240,8 +247,9 @@ class Offload:
         here, so that a writer that has failed does not leave us waiting.
         """
         worked_s = time.perf_counter() - source.begun_at
-        if source.packed is not None:
-            source.packed.record(cuda.current_stream(self._device))
+        marks = source.marks
+        if marks is not None:
+            marks.packed.record(cuda.current_stream(self._device))
         host = self._take(waiting)
         num_rows, num_last_rows = source.num_rows, source.num_last_rows
         sequences = slice(source.num_sequences)
@@ -251,15 +259,15 @@ class Offload:
             (host.largest_BL[sequences], source.rows.largest_BL[sequences]),
             (host.faintest_BL[sequences], source.rows.faintest_BL[sequences]),
         )
-        if self._stream is None or source.packed is None or source.copied is None:
+        if self._stream is None or marks is None:
             for there, here in pairs:
                 there.copy_(here)
         else:
             with cuda.stream(self._stream):
-                self._stream.wait_event(source.packed)
+                self._stream.wait_event(marks.packed)
                 for there, here in pairs:
                     there.copy_(here, non_blocking=True)
-                source.copied.record(self._stream)
+                marks.copied.record(self._stream)
         hidden, last, largest, faintest = (there for there, _ in pairs)
         return Parcel(
             hidden.numpy(),
@@ -267,7 +275,7 @@ class Offload:
             largest.numpy(),
             faintest.numpy(),
             self._releaser(host),
-            source,
+            marks,
             worked_s,
         )
 

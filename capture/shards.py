@@ -142,12 +142,8 @@ class Worker:
         if self._stop.is_asked:
             # what is computed whole is kept
             self.settle()
-        num_failed = self._num_failed
         with self._judged():
             self._write(lease)
-        if self._num_failed > num_failed:
-            # what was queued before has the device buffer whose turn is next
-            self.settle()
 
     def settle(self) -> None:
         """Hand over what `take` has left; before `StoreWriter.wait`. Fails as `take` does."""

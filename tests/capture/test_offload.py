@@ -77,6 +77,10 @@ def test_a_thousand_random_batches_come_back_bit_equal_from_poisoned_buffers(
 
     thread = threading.Thread(target=read_slowly)
     thread.start()
+
+    def alive() -> None:
+        assert thread.is_alive(), "the reader has failed: see its traceback above"
+
     with Offload(
         SIZES, torch.device(device), num_device_buffers=2, num_host_buffers=4, poison=True
     ) as offload:
@@ -91,7 +95,7 @@ def test_a_thousand_random_batches_come_back_bit_equal_from_poisoned_buffers(
             rows = torch.cat([half_BTH[b, :n] for b, n in enumerate(lengths)])
             last = torch.cat([2 * half_BTH[b, : n // 3] for b, n in enumerate(lengths)])
             hidden = torch.stack([rows, -rows], 1).contiguous().view(torch.uint8).numpy()
-            inbox.put((offload.send(buffer, _nothing), hidden, last.view(torch.uint8).numpy()))
+            inbox.put((offload.send(buffer, alive), hidden, last.view(torch.uint8).numpy()))
         inbox.put(None)
         thread.join(timeout=60)
         assert not thread.is_alive()

@@ -568,10 +568,6 @@ def test_a_failure_counts_against_its_own_shard_and_what_was_queued_before_it_is
     again = {one: seen.queued.count(one) - num for one, num in num_batches.items()}
     repeated = {third: num_batches[third], fourth: 1} if later else {fourth: 1}
     assert {one: num for one, num in again.items() if num} == repeated
-    if not later:
-        # the device buffer of what is kept is the next one's: it is handed over first
-        failed = seen.events.index(f"{fourth} queued")
-        assert seen.events[failed + 1 : failed + 3] == ["waited", f"{fourth} queued"]
     assert _differing(Path(run.store.path), whole) == []
 
 
