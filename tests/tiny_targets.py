@@ -1,7 +1,7 @@
 """Tiny random targets of each family, and a tokenizer of bytes.
 
-Norm weights are drawn from [0.5, 1.5] and the initializer's range is 0.3: with all-ones norms and
-the default 0.02 a doubled norm changes nothing and greedy decoding repeats one token.
+What norms multiply by is drawn from [0.5, 1.5] and the initializer's range is 0.3: with all-ones
+norms and the default 0.02 a doubled norm changes nothing and greedy decoding repeats one token.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name and parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5, generator=generator)
+                # a family that multiplies by 1 + weight begins with zeros, not with ones
+                neutral = parameter.mean() - 1
+                parameter.uniform_(0.5, 1.5, generator=generator).add_(neutral)
     # Only batch and position differ between a padded and a lone row: no dropout, no sampling
     return model
 

@@ -18,32 +18,62 @@ import triton.language as tl
 
 from dflash_pipeline.configs.schema import LossConfig
 
-# values that a program has in hand at a time, and how many of them a warp has. For 1,920 rows of
-# 151,936 logits on an H200: alone 0.71 ms (0.74 with 1,024 and 256), with teacher rows 1.12 ms
-# (1.17)
+# values that a program has in hand at a time, how many of them a warp has (four a thread, which are
+# loaded as one), and tiles on their way. For 1,280 rows of 151,936 logits on an H200: alone 0.49 ms
+# (0.50 where the hardware alone has loads on their way), with teacher rows 0.63 ms (0.65)
 TILE = 2048
 WARP_VALUES = 128
+STAGES = 4
+LOG2_E = tl.constexpr(1.4426950408889634)
+# the logit of a token beyond the vocabulary: infinity times a weight of 0 would be no number, and
+# what `_power` makes of two that are equal must stay near 1
+NOWHERE = tl.constexpr(-1.0e7)
 
 
 @triton.jit
-def _finish(raw: tl.tensor, MULTIPLIER: tl.constexpr, SOFT_CAP: tl.constexpr) -> tl.tensor:
-    """Output scale, then c tanh(z / c)."""
-    scaled = raw * MULTIPLIER
+def _tokens(first: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """first ... first + TILE - 1 as [TILE / 4, 4]: each row is one thread's."""
+    return first + 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def _logits(
+    row: tl.tensor,
+    token: tl.tensor,
+    V: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    EVICTION: tl.constexpr,
+) -> tl.tensor:
+    """Those of a row: output scale, then c tanh(z / c). IS_WHOLE: no token is beyond V."""
+    if IS_WHOLE:
+        raw = tl.load(row + token, eviction_policy=EVICTION)
+    else:
+        raw = tl.load(row + token, mask=token < V, other=0.0, eviction_policy=EVICTION)
+    logits = raw * MULTIPLIER
     if SOFT_CAP > 0:
         # from exp(-2 |x|), which never overflows
-        shrunk = tl.exp(tl.abs(scaled) * (-2.0 / SOFT_CAP))
+        shrunk = tl.exp(tl.abs(logits) * (-2.0 / SOFT_CAP))
         size = SOFT_CAP * (1 - shrunk) / (1 + shrunk)
-        scaled = tl.where(scaled < 0, -size, size)
-    return scaled
+        logits = tl.where(logits < 0, -size, size)
+    if not IS_WHOLE:
+        logits = tl.where(token < V, logits, NOWHERE)
+    return logits
 
 
 @triton.jit
-def _weights(new: tl.tensor, top: tl.tensor, TEMPERATURE: tl.constexpr) -> Any:
-    """What the sum so far and a new term are multiplied by when sums are relative to the top."""
-    # one of the two is 1, so one exponential serves both
-    step = tl.exp(tl.abs(new - top) * (-1.0 / TEMPERATURE))
-    is_larger = new > top
-    return tl.where(is_larger, step, 1.0), tl.where(is_larger, 1.0, step)
+def _power(logits: tl.tensor, top: tl.tensor, TEMPERATURE: tl.constexpr) -> tl.tensor:
+    """exp((logits - top) / T) by one fused multiplication and addition and a power of two. The
+    top's product is rounded before: all that is relative to it is off by the same factor."""
+    SCALE: tl.constexpr = LOG2_E / TEMPERATURE
+    return tl.math.exp2(logits * SCALE - top * SCALE)
+
+
+@triton.jit
+def _decay(before: tl.tensor, top: tl.tensor, TEMPERATURE: tl.constexpr) -> tl.tensor:
+    """exp((before - top) / T), exactly 1 while the top stays: it multiplies at every tile."""
+    return tl.math.exp2((before - top) * (LOG2_E / TEMPERATURE))
 
 
 @triton.jit(
@@ -69,6 +99,7 @@ def score_kernel(
     MULTIPLIER: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """Row first_row + `program_id(0)`; teacher row u is row u modulo `num_held` of
     `target_CV`.
@@ -79,122 +110,134 @@ def score_kernel(
     temperature 1. The gradient is that of the row's loss, not weighed.
     """
     HAS_TARGET: tl.constexpr = KL + TV > 0
+    IS_HOT: tl.constexpr = HAS_TARGET and TEMPERATURE != 1
+    # whole tiles, and the last tile's first token
+    WHOLE: tl.constexpr = V // TILE * TILE
     LAST: tl.constexpr = (V - 1) // TILE * TILE
+    LANES: tl.constexpr = TILE // 4
     place = tl.program_id(0).to(tl.int64)
     row = place + first_row
-    label = tl.load(label_R + row)
+    label = tl.load(label_R + row).to(tl.int32)
     logit = logits_PV + place * V
     gradient = gradient_PV + place * V
     target = target_CV
     if HAS_TARGET:
         target += (tl.load(index_R + row) % num_held).to(tl.int64) * V
-    lane = tl.arange(0, TILE)
-    # each lane keeps its own statistics: one reduction a row instead of one a tile. Sums are of
-    # exp(z - top); `z` and `t` name drafter and target, `hot` what is at the temperature
-    top_z = tl.full((TILE,), -1.0e30, tl.float32)
-    sum_z = tl.zeros((TILE,), tl.float32)
-    mean_z = tl.zeros((TILE,), tl.float32)
-    hot_z = tl.zeros((TILE,), tl.float32)
-    likeliest = tl.zeros((TILE,), tl.int32)
-    top_t = tl.full((TILE,), -1.0e30, tl.float32)
-    sum_t = tl.zeros((TILE,), tl.float32)
-    hot_t = tl.zeros((TILE,), tl.float32)
-    mean_t = tl.zeros((TILE,), tl.float32)
-    cross = tl.zeros((TILE,), tl.float32)
-    for first in range(0, V, TILE):
-        token = first + lane
-        inside = token < V
-        z = _finish(tl.load(logit + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
-        shown_z = tl.where(inside, z, float("-inf"))
-        old, new = _weights(shown_z, top_z, 1.0)
-        sum_z = sum_z * old + new
-        mean_z = mean_z * old + new * z
-        likeliest = tl.where(shown_z > top_z, token, likeliest)
-        if HAS_TARGET:
-            if TEMPERATURE != 1:
-                old, new = _weights(shown_z, top_z, TEMPERATURE)
-                hot_z = hot_z * old + new
-            t = _finish(tl.load(target + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
-            shown_t = tl.where(inside, t, float("-inf"))
-            old, new = _weights(shown_t, top_t, 1.0)
-            sum_t = sum_t * old + new
-            if TEMPERATURE != 1:
-                old, new = _weights(shown_t, top_t, TEMPERATURE)
-                hot_t = hot_t * old + new
-            mean_t = mean_t * old + new * t
-            cross = cross * old + new * z
-            top_t = tl.maximum(top_t, shown_t)
-        top_z = tl.maximum(top_z, shown_z)
+    # each thread keeps its own statistics, of exp(z - the largest it has met): one reduction a row
+    # instead of one a tile. `z` and `t` name drafter and target, `hot` what is at the temperature
+    top_z = tl.full((LANES,), NOWHERE, tl.float32)
+    sum_z = tl.zeros((LANES,), tl.float32)
+    mean_z = tl.zeros((LANES,), tl.float32)
+    hot_z = tl.zeros((LANES,), tl.float32)
+    top_first = tl.zeros((LANES,), tl.int32)
+    top_t = tl.full((LANES,), NOWHERE, tl.float32)
+    sum_t = tl.zeros((LANES,), tl.float32)
+    hot_t = tl.zeros((LANES,), tl.float32)
+    gap_t = tl.zeros((LANES,), tl.float32)
+    for part in tl.static_range(2):
+        # only the last tile may reach beyond V: the others go without a mask
+        for first in tl.range(
+            0 if part == 0 else WHOLE, WHOLE if part == 0 else V, TILE, num_stages=STAGES
+        ):
+            token = _tokens(first, TILE)
+            z = _logits(logit, token, V, MULTIPLIER, SOFT_CAP, part == 0, "")
+            top = tl.maximum(top_z, tl.max(z, axis=1))
+            old, new = _decay(top_z, top, 1.0), _power(z, top[:, None], 1.0)
+            sum_z = sum_z * old + tl.sum(new, axis=1)
+            mean_z = mean_z * old + tl.sum(new * z, axis=1)
+            if IS_HOT:
+                hot_z = hot_z * _decay(top_z, top, TEMPERATURE)
+                hot_z += tl.sum(_power(z, top[:, None], TEMPERATURE), axis=1)
+            top_first = tl.where(top > top_z, first, top_first)
+            top_z = top
+            if HAS_TARGET:
+                t = _logits(target, token, V, MULTIPLIER, SOFT_CAP, part == 0, "")
+                top = tl.maximum(top_t, tl.max(t, axis=1))
+                old, new = _decay(top_t, top, 1.0), _power(t, top[:, None], 1.0)
+                sum_t = sum_t * old + tl.sum(new, axis=1)
+                if IS_HOT:
+                    old = _decay(top_t, top, TEMPERATURE)
+                    new = _power(t, top[:, None], TEMPERATURE)
+                    hot_t = hot_t * old + tl.sum(new, axis=1)
+                gap_t = gap_t * old + tl.sum(new * (t - z), axis=1)
+                top_t = top
     largest_z = tl.max(top_z, axis=0)
     share = tl.exp(top_z - largest_z)
     norm_z = tl.sum(sum_z * share, axis=0)
     log_z = largest_z + tl.log(norm_z)
     entropy = log_z - tl.sum(mean_z * share, axis=0) / norm_z
-    at_label = _finish(tl.load(logit + label), MULTIPLIER, SOFT_CAP)
-    # the first of equals, as argmax has it
-    best = tl.min(tl.where(top_z == largest_z, likeliest, V), axis=0)
+    at_label = tl.sum(_logits(logit, label + tl.arange(0, 1), V, MULTIPLIER, SOFT_CAP, True, ""))
+    # the first of equals, as argmax has it: each thread's is in the tile that raised its largest
+    token = _tokens(top_first[:, None], TILE)
+    z = _logits(logit, token, V, MULTIPLIER, SOFT_CAP, False, "")
+    best = tl.min(tl.min(tl.where(z == largest_z, token, V), axis=1), axis=0)
     correct = tl.where(best == label, 1.0, 0.0)
+    # T log sum exp(z / T)
     log_hot_z = log_z
     log_t = 0.0
     log_hot_t = 0.0
     kl = 0.0
     if HAS_TARGET:
-        if TEMPERATURE != 1:
+        if IS_HOT:
             share = tl.exp((top_z - largest_z) / TEMPERATURE)
             norm_z = tl.sum(hot_z * share, axis=0)
-            log_hot_z = largest_z / TEMPERATURE + tl.log(norm_z)
+            log_hot_z = largest_z + TEMPERATURE * tl.log(norm_z)
         largest_t = tl.max(top_t, axis=0)
         share = tl.exp(top_t - largest_t)
         norm_t = tl.sum(sum_t * share, axis=0)
         log_t = largest_t + tl.log(norm_t)
         log_hot_t = log_t
-        if TEMPERATURE != 1:
+        if IS_HOT:
             share = tl.exp((top_t - largest_t) / TEMPERATURE)
             norm_t = tl.sum(hot_t * share, axis=0)
-            log_hot_t = largest_t / TEMPERATURE + tl.log(norm_t)
+            log_hot_t = largest_t + TEMPERATURE * tl.log(norm_t)
         # sum of p (log p - log q), with p and q at the temperature
-        gap = tl.sum((mean_t - cross) * share, axis=0) / norm_t
-        kl = gap / TEMPERATURE - log_hot_t + log_hot_z
+        gap = tl.sum(gap_t * share, axis=0) / norm_t
+        kl = (gap - log_hot_t + log_hot_z) / TEMPERATURE
     # the drafter's chance of those tokens that it gives no more than the target does
     mass_below = 0.0
     if TV > 0:
-        below = tl.zeros((TILE,), tl.float32)
-        for first in range(0, V, TILE):
-            token = LAST - first + lane
-            inside = token < V
-            z = _finish(tl.load(logit + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
-            t = _finish(tl.load(target + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
-            q = tl.exp(z - log_z)
-            p = tl.exp(t - log_t)
-            below += tl.where(inside & (q <= p), q, 0.0)
+        below = tl.zeros((LANES,), tl.float32)
+        for at in range(0, V, TILE):
+            token = _tokens(LAST - at, TILE)
+            z = _logits(logit, token, V, MULTIPLIER, SOFT_CAP, False, "")
+            t = _logits(target, token, V, MULTIPLIER, SOFT_CAP, False, "")
+            q, p = _power(z, log_z, 1.0), _power(t, log_t, 1.0)
+            below += tl.sum(tl.where(q <= p, q, 0.0), axis=1)
         mass_below = tl.sum(below, axis=0)
-    overlap = tl.zeros((TILE,), tl.float32)
-    for first in range(0, V, TILE):
-        token = (first if TV > 0 else LAST - first) + lane
-        inside = token < V
-        # neither logits nor gradient are wanted again: they make room for rows that are
-        raw = tl.load(logit + token, mask=inside, other=0.0, eviction_policy="evict_first")
-        z = _finish(raw, MULTIPLIER, SOFT_CAP)
-        q = tl.exp(z - log_z)
-        slope = CE * (q - tl.where(token == label, 1.0, 0.0))
-        if CAP > 0:
-            slope -= CAP * correct * q * (z - log_z + entropy)
-        if HAS_TARGET:
-            t = _finish(tl.load(target + token, mask=inside, other=0.0), MULTIPLIER, SOFT_CAP)
-            p = tl.exp(t - log_t)
-            overlap += tl.where(inside, tl.minimum(p, q), 0.0)
-            if TV > 0:
-                slope += TV * q * (mass_below - tl.where(q <= p, 1.0, 0.0))
-            if TEMPERATURE != 1:
-                q = tl.exp(z / TEMPERATURE - log_hot_z)
-                p = tl.exp(t / TEMPERATURE - log_hot_t)
-            if KL > 0:
-                slope += (KL * TEMPERATURE) * (q - p)
-        if SOFT_CAP > 0:
-            slope *= 1 - (z / SOFT_CAP) * (z / SOFT_CAP)
-        slope *= MULTIPLIER
-        rounded = slope.to(gradient.dtype.element_ty)
-        tl.store(gradient + token, rounded, mask=inside, eviction_policy="evict_first")
+    overlap = tl.zeros((LANES,), tl.float32)
+    lane = _tokens(0, TILE)
+    IS_BACKWARD: tl.constexpr = TV == 0
+    for part in tl.static_range(2):
+        for at in tl.range(
+            0 if part == 0 else WHOLE, WHOLE if part == 0 else V, TILE, num_stages=STAGES
+        ):
+            first = WHOLE - TILE - at if part == 0 and IS_BACKWARD else at
+            token = first + lane
+            # neither logits nor gradient are wanted again: they make room for rows that are
+            z = _logits(logit, token, V, MULTIPLIER, SOFT_CAP, part == 0, "evict_first")
+            q = _power(z, log_z, 1.0)
+            slope = CE * q - tl.where(lane == label - first, CE, 0.0)
+            if CAP > 0:
+                slope -= CAP * correct * q * (z - log_z + entropy)
+            if HAS_TARGET:
+                t = _logits(target, token, V, MULTIPLIER, SOFT_CAP, part == 0, "")
+                p = _power(t, log_t, 1.0)
+                overlap += tl.sum(tl.minimum(p, q), axis=1)
+                if TV > 0:
+                    slope += TV * q * (mass_below - tl.where(q <= p, 1.0, 0.0))
+                if IS_HOT:
+                    q = _power(z, log_hot_z, TEMPERATURE)
+                    p = _power(t, log_hot_t, TEMPERATURE)
+                if KL > 0:
+                    slope += (KL * TEMPERATURE) * (q - p)
+            if SOFT_CAP > 0:
+                slope *= 1 - (z / SOFT_CAP) * (z / SOFT_CAP)
+            rounded = (slope * MULTIPLIER).to(gradient.dtype.element_ty)
+            if part == 0:
+                tl.store(gradient + token, rounded, eviction_policy="evict_first")
+            else:
+                tl.store(gradient + token, rounded, mask=token < V, eviction_policy="evict_first")
     stats = stats_FR + row
     tl.store(stats, correct)
     tl.store(stats + num_rows, log_z - at_label)
@@ -249,4 +292,5 @@ def score_constants(
         "MULTIPLIER": float(multiplier),
         "SOFT_CAP": float(soft_cap),
         "TILE": TILE,
+        "STAGES": STAGES,
     }

@@ -16,6 +16,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,8 +25,9 @@ from transformers import PreTrainedModel
 
 from dflash_pipeline.capture import forward, gate, worker
 from dflash_pipeline.capture.construction import build_store
+from dflash_pipeline.capture.forward import Forward
 from dflash_pipeline.capture.model import TargetFiles, resolve
-from dflash_pipeline.capture.offload import Parcel
+from dflash_pipeline.capture.offload import DeviceBuffer, Parcel
 from dflash_pipeline.capture.pack import BatchIndex
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shapes
@@ -661,9 +663,21 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["dflash_pipeline.capture.worker"])
 
 
-def _start(run: Run, rank: int, world: int) -> ForkServerProcess:
+def _slowly(run: Run, place: Place, _extra: dict[str, object]) -> None:
+    """A worker that is met alive after the shards it is to be killed between."""
+    compute = Forward.compute
+
+    def slow(self: Forward, batch: slice, buffer: DeviceBuffer) -> bool:
+        time.sleep(0.02)
+        return compute(self, batch, buffer)
+
+    with patch.object(Forward, "compute", slow):
+        worker.main(run, place, {})
+
+
+def _start(run: Run, rank: int, world: int, main: Any = worker.main) -> ForkServerProcess:
     place = _place(Path(run.store.path), rank, world)
-    process = _PROCESSES.Process(target=worker.main, args=(run, place, {}))
+    process = _PROCESSES.Process(target=main, args=(run, place, {}))
     process.start()
     return process
 
@@ -677,7 +691,7 @@ def test_three_workers_killed_at_random_then_two_give_the_same_store_bit_for_bit
 ) -> None:
     chance = random.Random(0)
     num_shards = sum(open_store(run.store.path).layout.num_shards)
-    workers = [_start(run, rank, 3) for rank in range(3)]
+    workers = [_start(run, rank, 3, _slowly) for rank in range(3)]
     try:
         for kill_at, killed in zip((1, num_shards // 3, num_shards // 2), workers, strict=True):
             end = time.monotonic() + 60
