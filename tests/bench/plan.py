@@ -10,7 +10,8 @@ command and, for each stage, what was predicted, what it took and their ratio: t
 from its first to its last moment, and its steady part alone (tokens and steps a second). `--rounds`
 repeats all of it and ends with medians. Where others use the machine's cores meanwhile,
 `--processor-time` (on a CPU) has each process measure its own processor seconds instead of the
-wall's. Writes plan.json into $OUT where that is set. About three minutes on one H200.
+wall's. Prints each figure once it is known, and writes plan.json into $OUT where that is set. About
+four minutes on one H200.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -177,7 +178,7 @@ def work_off(job: Path) -> None:
     print(time.process_time())
 
 
-def one_round_in_processor_time(folder: Path, config: list[str]) -> dict[str, float]:
+def one_round_in_processor_time(folder: Path, config: list[str]) -> Iterator[tuple[str, float]]:
     """Each process of the same commands, without the one that only waits for them."""
     short, long = (
         load("", [*config[1::2], f'data.files=["{name}.jsonl"]', "store.path=store"], {})
@@ -211,63 +212,60 @@ def one_round_in_processor_time(folder: Path, config: list[str]) -> dict[str, fl
         "capture": in_processor_time(folder, "capture.planning:plan_and_capture", long, extra),
         "train": in_processor_time(folder, "train.worker:main", long, {"resume": False}),
     }
-    figures = {"plan: cpu s": sum(s for (name, _), s in measured.items() if name == "measured")}
+    yield "plan: cpu s", sum(s for (name, _), s in measured.items() if name == "measured")
     for stage in (predictor.capture(1), predictor.train(1)):
         predicted_s = stage.hours * HOUR_S
-        figures[f"{stage.name}: predicted s"] = predicted_s
-        figures[f"{stage.name}: cpu s"] = took[stage.name]
-        figures[f"ratio: {stage.name}, whole"] = predicted_s / took[stage.name]
-    return figures
+        yield f"{stage.name}: predicted s", predicted_s
+        yield f"{stage.name}: cpu s", took[stage.name]
+        yield f"ratio: {stage.name}, whole", predicted_s / took[stage.name]
 
 
-def one_round(folder: Path, config: list[str]) -> dict[str, float]:
+def one_round(folder: Path, config: list[str]) -> Iterator[tuple[str, float]]:
     """Measure on the short ones, predict the long ones, and run them."""
     base = ["--set", "train.stores=", *config]
     planned = ["plan", "--store", "store", "--measurement", "measured.json", "--json"]
     measured = dflash(folder, *planned, "--data", "short.jsonl", *base)
+    yield "plan: wall s", measured.wall_s
+    yield "plan: cpu s", measured.cpu_s
     told = json.loads(dflash(folder, *planned, "--data", "long.jsonl", *base).stdout)
     (way,) = (one for one in told["ways"] if one["name"] == "one after the other")
-    predicted = {stage["name"]: stage["hours"] * 3600 for stage in way["stages"]}
+    predicted = {stage["name"]: stage["hours"] * HOUR_S for stage in way["stages"]}
+    rates = {stage["name"]: stage["rate"] for stage in way["stages"]}
+
     captured = dflash(
         folder, "capture", "--store", "store", "--data", "long.jsonl", "--force", *config
     )
-    trained = dflash(folder, "train", "--store", "store", "--out", "run", *config)
-    inspected = json.loads(dflash(folder, "inspect", "store", "--json").stdout)
+    yield from _stage("capture", predicted["capture"], captured)
     (status,) = json.loads(dflash(folder, "status", "store", "--json").stdout)
+    token_s = status["counts"]["num_tokens"] / status["counts"]["seconds"]
+    yield "capture: predicted tok/s", rates["capture"]
+    yield "capture: tok/s", token_s
+    yield "ratio: capture, rate", token_s / rates["capture"]
+    inspected = json.loads(dflash(folder, "inspect", "store", "--json").stdout)
+    work = told["work"]
+    yield "samples, predicted / true", work["num_samples"] / inspected["samples"]["all"]
+    yield "bytes, predicted / true", work["store_bytes"] / tree_bytes(folder / "store")
+
+    trained = dflash(folder, "train", "--store", "store", "--out", "run", *config)
+    yield from _stage("train", predicted["train"], trained)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "loss" in line]
     # up to the first line there is the compiler's time
     first, last = steps[0], steps[-1]
     step_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
-    counts, rates = status["counts"], {stage["name"]: stage["rate"] for stage in way["stages"]}
-    figures = {
-        "plan: wall s": measured.wall_s,
-        "plan: cpu s": measured.cpu_s,
-        "capture: predicted s": predicted["capture"],
-        "capture: wall s": captured.wall_s,
-        "capture: cpu s": captured.cpu_s,
-        "capture: predicted tok/s": rates["capture"],
-        "capture: tok/s": counts["num_tokens"] / counts["seconds"],
-        "train: predicted s": predicted["train"],
-        "train: wall s": trained.wall_s,
-        "train: cpu s": trained.cpu_s,
-        "train: predicted step ms": 1e3 / rates["train"],
-        "train: step ms": 1e3 * step_s,
-        "samples, predicted / true": told["work"]["num_samples"] / inspected["samples"]["all"],
-        "bytes, predicted / true": told["work"]["store_bytes"] / tree_bytes(folder / "store"),
-        "steps, predicted / true": told["num_steps"] / steps[-1]["step"],
-    }
-    ratios = {
-        "capture, whole": ("capture: predicted s", "capture: wall s"),
-        "capture, whole, of cpu s": ("capture: predicted s", "capture: cpu s"),
-        "capture, rate": ("capture: tok/s", "capture: predicted tok/s"),
-        "train, whole": ("train: predicted s", "train: wall s"),
-        "train, whole, of cpu s": ("train: predicted s", "train: cpu s"),
-        "train, step": ("train: predicted step ms", "train: step ms"),
-    }
-    return figures | {
-        f"ratio: {name}": figures[one] / figures[two] for name, (one, two) in ratios.items()
-    }
+    yield "train: predicted step ms", 1e3 / rates["train"]
+    yield "train: step ms", 1e3 * step_s
+    yield "ratio: train, step", 1 / rates["train"] / step_s
+    yield "steps, predicted / true", told["num_steps"] / last["step"]
+
+
+def _stage(name: str, predicted_s: float, took: Took) -> Iterator[tuple[str, float]]:
+    """The whole command, from its first to its last moment."""
+    yield f"{name}: predicted s", predicted_s
+    yield f"{name}: wall s", took.wall_s
+    yield f"{name}: cpu s", took.cpu_s
+    yield f"ratio: {name}, whole", predicted_s / took.wall_s
+    yield f"ratio: {name}, whole, of cpu s", predicted_s / took.cpu_s
 
 
 def tree_bytes(folder: Path) -> int:
@@ -322,30 +320,40 @@ def main() -> None:
         config = settings(shape, options.mode)
         if is_cuda:
             config += ["--gpus", "0"]
-        rounds: list[dict[str, Any]] = []
+        rounds: list[dict[str, float]] = []
         for number in range(options.rounds):
             for made in ("measured.json", "measured", "counted", "store", "store.logs", "run"):
                 path = folder / made
                 if path.is_dir():
                     shutil.rmtree(path)
                 path.unlink(missing_ok=True)
-            tried = one_round_in_processor_time if options.processor_time else one_round
-            rounds.append(tried(folder, config))
             print(f"round {number + 1} of {options.rounds}")
-            for key, value in rounds[-1].items():
+            rounds.append({})
+            tried = one_round_in_processor_time if options.processor_time else one_round
+            for key, value in tried(folder, config):
                 print(f"  {key:28} {value:,.4g}", flush=True)
-    medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+                rounds[-1][key] = value
+                write_result(options, rounds)
     if options.rounds > 1:
         print("medians")
-        for key, value in medians.items():
+        for key, value in medians(rounds).items():
             print(f"  {key:28} {value:,.4g}")
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Of the rounds that know a figure by now."""
+    return {key: statistics.median(one[key] for one in rounds if key in one) for key in rounds[0]}
+
+
+def write_result(options: argparse.Namespace, rounds: list[dict[str, float]]) -> None:
+    """What is known by now."""
     if os.environ.get("OUT"):
         result = {
-            "device": torch.cuda.get_device_name() if is_cuda else "CPU",
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "torch": torch.__version__,
             "shape": options.shape,
             "mode": options.mode,
-            "medians": medians,
+            "medians": medians(rounds),
             "rounds": rounds,
         }
         Path(os.environ["OUT"], "plan.json").write_text(json.dumps(result, indent=1) + "\n")
