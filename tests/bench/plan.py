@@ -10,7 +10,8 @@ command and, for each stage, what was predicted, what it took and their ratio: t
 from its first to its last moment, and its steady part alone (tokens and steps a second). `--rounds`
 repeats all of it and ends with medians. Where others use the machine's cores meanwhile,
 `--processor-time` (on a CPU) has each process measure its own processor seconds instead of the
-wall's. Prints each figure once it is known, and writes plan.json into $OUT where that is set. About
+wall's. Prints each figure once it is known; where $OUT is set, plan.json is written there, and
+plan.log: what the commands said, and when. About
 four minutes on one H200.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -29,8 +31,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -137,19 +141,37 @@ class Took:
 
 
 def dflash(folder: Path, *words: str) -> Took:
-    """Run a command in the folder; its own messages are shown where it fails."""
+    """Run a command in the folder; its own messages are shown where it fails, and go, each with the
+    second it came at, to plan.log in $OUT."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(
+    running = subprocess.Popen(
         [sys.executable, "-m", "dflash_pipeline.cli", *words],
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    wall_s, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        sys.exit(f"{' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    with ThreadPoolExecutor(2) as threads:
+        outputs = (running.stdout, running.stderr)
+        told = list(threads.map(_timed, outputs, itertools.repeat(begin)))
+    code, wall_s = running.wait(), time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    stdout, stderr = ("".join(line for _, line in lines) for lines in told)
+    if os.environ.get("OUT"):
+        with Path(os.environ["OUT"], "plan.log").open("a") as log:
+            log.write(f"dflash {' '.join(words)}\n")
+            log.writelines(
+                f"{at:8.1f} {line.rstrip()}\n" for at, line in sorted(itertools.chain(*told))
+            )
+    if code:
+        sys.exit(f"{' '.join(words)}: {stdout[-2000:]}{stderr[-2000:]}")
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Took(wall_s, cpu_s, done.stdout)
+    return Took(wall_s, cpu_s, stdout)
+
+
+def _timed(output: IO[str], begin: float) -> list[tuple[float, str]]:
+    """Its lines, each with the seconds since `begin`."""
+    return [(time.perf_counter() - begin, line) for line in output]
 
 
 def in_processor_time(folder: Path, entry: str, run: Run, extra: dict[str, object]) -> float:
