@@ -93,7 +93,8 @@ class DeviceBuffer:
             faintest_BL=torch.empty((sizes.num_sequences, sizes.num_bounds), device=device),
         )
         self.marks: _Marks | None = None
-        """Those of the batch it was lent for last; None on a CPU, whose work is done when asked."""
+        """Those of the batch it was lent for last; None before, and on a CPU, whose work is done
+        when asked."""
         self.begun_at = 0.0
         self.clear()
 
@@ -140,7 +141,7 @@ class DeviceBuffer:
         place = slice(begin, begin + len(values))
         self._used[column] = used + len(values)
         self._host[place] = torch.from_numpy(values)
-        # pinned, and not written again before this buffer's `copied` has passed
+        # pinned, and not written again before its batch's `copied` has passed
         return self._device[place].copy_(self._host[place], non_blocking=True)
 
 

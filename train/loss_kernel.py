@@ -25,9 +25,10 @@ TILE = 2048
 WARP_VALUES = 128
 STAGES = 4
 LOG2_E = tl.constexpr(1.4426950408889634)
-# the logit of a token beyond the vocabulary: infinity times a weight of 0 would be no number, and
-# what `_power` makes of two that are equal must stay near 1
-NOWHERE = tl.constexpr(-1.0e7)
+# the logit of a token beyond the vocabulary: infinity times a weight of 0 would be no number. Far
+# below all logits, and a power of two: its products are exact, so that `_power` makes 1 of two that
+# are equal at any temperature
+NOWHERE = tl.constexpr(-(2.0**64))
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def _power(logits: tl.tensor, top: tl.tensor, TEMPERATURE: tl.constexpr) -> tl.t
     """exp((logits - top) / T) by one fused multiplication and addition and a power of two. The
     top's product is rounded before: all that is relative to it is off by the same factor."""
     SCALE: tl.constexpr = LOG2_E / TEMPERATURE
-    return tl.math.exp2(logits * SCALE - top * SCALE)
+    return tl.math.exp2(tl.fma(logits, SCALE, -(top * SCALE)))
 
 
 @triton.jit

@@ -7,7 +7,7 @@ for each figure and writes step.json into $OUT where that is set. Times are medi
 rotated inputs, by CUDA events. Floors are `train.floor`'s; "of floor" is floor over measured.
 A part that would begin after `--limit` seconds is left out, and said to be. `--tiny` runs every
 part with small sizes, on a CPU too; with TRITON_INTERPRET=1 the loss's kernel included (a minute
-for `--only check`).
+for `--only check,kernel`).
 """
 
 from __future__ import annotations
@@ -666,13 +666,13 @@ def eager(bench: Bench) -> None:
 
 
 def kernel(bench: Bench) -> None:
-    """The loss's kernel alone, by tile and warps."""
+    """The loss's kernel alone, by tile, warps and tiles on their way."""
     if not loss_module._has_kernel(torch.empty(0, device=bench.device)):
         return
     from dflash_pipeline.train import loss_kernel
 
     shape = bench.sizes.drafter
-    vocab, rows = shape.vocab_size, bench.sizes.chunks[1]
+    vocab, rows = shape.vocab_size, bench.sizes.chunks[0]
     teachers = rows * 2 // 5
     logits = [torch.randn(rows, vocab, device=bench.device) for _ in range(2)]
     target_CV = torch.randn(teachers, vocab, device=bench.device)
@@ -680,10 +680,15 @@ def kernel(bench: Bench) -> None:
     label_R = torch.randint(vocab, (rows,), device=bench.device)
     index_R = torch.arange(rows, device=bench.device) * teachers // rows
     stats_FR = torch.empty(5, rows, device=bench.device)
-    tiles = ((1024, 256), (2048, 256), (4096, 256), (8192, 256), (2048, 128), (4096, 128))
-    for (tile, warp_values), (name, config) in itertools.product(tiles, OBJECTIVES.items()):
+    default = loss_kernel.STAGES
+    variants = [(2048, 128, stages) for stages in (1, 3, 4)]
+    variants += [(1024, 128, default), (4096, 128, default), (2048, 256, default)]
+    for (tile, warp_values, stages), (name, config) in itertools.product(
+        variants, OBJECTIVES.items()
+    ):
         has_teacher = config.needs_last
-        constants = loss_kernel.score_constants(vocab, config, 1.0, 0.0) | {"TILE": tile}
+        constants = loss_kernel.score_constants(vocab, config, 1.0, 0.0)
+        constants |= {"TILE": tile, "STAGES": stages}
 
         def once(
             turn: int,
@@ -706,7 +711,7 @@ def kernel(bench: Bench) -> None:
         size_bytes = 2 * logits[0].nbytes + slope_PV.nbytes
         size_bytes += 2 * target_CV.nbytes if has_teacher else 0
         bench.tell(
-            f"kernel {name} tile {tile} warps {tile // warp_values}, {rows} rows",
+            f"kernel {name} tile {tile} warps {tile // warp_values} stages {stages}, {rows} rows",
             ms=ms,
             gb_per_s=size_bytes / ms / 1e6,
         )

@@ -139,10 +139,47 @@ def compare(name: str, vocab_size: int, soft_cap: float, dtype: torch.dtype, dev
     assert float(error) < bound, (name, vocab_size, soft_cap, dtype, float(error))
 
 
+def compare_far(device: str) -> None:
+    """Logits far below and far above, then such as are no numbers; the last tile is not full."""
+    from dflash_pipeline.train import loss_kernel
+
+    logits_PV = torch.zeros((5, 5000), device=device)
+    # powers of two: their products are exact, rounded or not
+    for row, far in enumerate((-(2.0**27), 2.0**27)):
+        logits_PV[row] = far - 2.0**20
+        logits_PV[row, 4999] = far
+    logits_PV[2, 0], logits_PV[3, 2500], logits_PV[4] = torch.nan, torch.inf, -torch.inf
+    label_R = torch.full((5,), 4999, device=device)
+    index_R = torch.arange(5, device=device)
+    slope_PV = torch.empty_like(logits_PV)
+    stats_FR = torch.empty((5, 5), device=device)
+    config = LossConfig(ce=0.3, kl=0.7, tv=0.5, cap_lambda=0.2, temperature=0.05)
+    constants = loss_kernel.score_constants(5000, config, 1.0, 0.0)
+    with np.errstate(all="ignore"):
+        loss_kernel.score_rows(
+            logits_PV, logits_PV, slope_PV, label_R, index_R, stats_FR, 0, constants
+        )
+    # right, sure of it, and as the target
+    assert stats_FR[:, :2].t().tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]] * 2
+    assert slope_PV[:2].abs().max() == 0
+    assert not stats_FR[1:3, 2:].isfinite().any()
+
+
 def test_the_kernel_equals_fp64_in_the_interpreter():
     pytest.importorskip("triton", reason="triton has no build for this platform")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-W", "error", __file__], check=True, env=environment)
+
+
+def test_what_is_beyond_the_vocabulary_gives_no_infinity_where_the_product_is_not_rounded():
+    """`_power` does not round its first product; the interpreter of some versions does."""
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    from dflash_pipeline.train import loss_kernel
+
+    nowhere = np.float32(loss_kernel.NOWHERE.value)
+    for temperature in (0.001, 0.005, 0.05, 0.5, 1.0, 2.5, 50.0):
+        scale = np.float32(loss_kernel.LOG2_E.value / temperature)
+        assert float(nowhere) * float(scale) - float(nowhere * scale) == 0
 
 
 @pytest.mark.parametrize(
@@ -197,8 +234,15 @@ def test_the_kernel_equals_fp64_on_the_gpu(name, vocab_size, soft_cap, dtype):
     compare(name, vocab_size, soft_cap, dtype, "cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernel_takes_logits_of_any_size_on_the_gpu():
+    compare_far("cuda")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     kinds = itertools.product(CONFIGS, (0.0, 20.0), (torch.float32, torch.bfloat16))
     for place, (name, soft_cap, dtype) in enumerate(kinds):
         compare(name, (1003, 2048, 5000)[place % 3], soft_cap, dtype, "cpu")
+    compare_far("cpu")
