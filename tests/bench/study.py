@@ -8,10 +8,11 @@ done one after another as far as time goes; `all` is data,store,arms,score,arms,
 holds train_{math,code,chat}.jsonl and eval_{math,code,chat}.jsonl; `rehearsal` takes a few of them
 on any machine, `tiny` is of the toy target and writes its own. With --memory, a folder of its own
 on /dev/shm, half of every store lies there. Run it again to go on: each stage does what is missing,
-stops in time, and says what is left (exit code 3). `arms` trains in two rounds: the losses, then,
-once `score` has chosen the best of them, everything that is asked of it, what matters most first.
-`report` writes study.json, study.md and study.png into FOLDER/report, and into $OUT where that is
-set, of whatever is scored by then, and so does every line whose time is up.
+stops in time, and says what is left (exit code 3). What fails is told at the end (exit code 1): no
+run ends another, a stage only those that need all of it. `arms` trains in two rounds: the losses,
+then, once `score` has chosen the best of them, everything that is asked of it, what matters most
+first. `report` writes study.json, study.md and study.png into FOLDER/report, and into $OUT where
+that is set, of whatever is scored by then; so does every `score`, and every line that ends early.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ import os
 import shlex
 import sys
 import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from dflash_pipeline.configs.status import process_age_s
 from studies import cost, result
 from studies.running import Deadline, OutOfTime
 from studies.sizes import SIZES
 from studies.stages import Study, make_importable, named_stages
 
+MOST_IMPORTS_S = 60.0
 PER_GPU = 9
 """Eighteen runs ask for the best objective, and as many are asked of it: two rounds of each."""
 
 
 def main() -> int:
-    """0: done; 3: time was up, run the same line again."""
+    """0: done; 1: something failed, and is told; 3: time was up, run the same line again."""
     options = _options()
     make_importable(options.per_gpu)
     study = Study(
@@ -43,7 +48,7 @@ def main() -> int:
         tuple(range(options.seeds)),
         options.gpus,
         options.per_gpu,
-        Deadline(options.minutes),
+        Deadline(options.minutes, _begin()),
         options.memory.resolve() if options.memory else None,
     )
     if options.stages == ("estimate",):
@@ -54,23 +59,51 @@ def main() -> int:
     study.prepare(options.prompts.resolve() if options.prompts else None)
     os.chdir(study.folder)
     command = shlex.join(["python", "tests/bench/study.py", *sys.argv[1:]])
-    for stage in options.stages:
+    return run_stages(study, options.stages, command)
+
+
+def _begin() -> float:
+    """When this process began: imports take their share of the time. The system may not tell."""
+    return time.monotonic() - min(max(process_age_s(), 0.0), MOST_IMPORTS_S)
+
+
+def run_stages(study: Study, stages: Sequence[str], command: str) -> int:
+    """Each stage in turn; the report as often as there may be something new to tell, as the
+    machine may not be there for another call."""
+    code, failures = 0, list[str]()
+    for stage in stages:
         begin = time.monotonic()
         print(f"{stage}: begun, {study.deadline.left_s:.0f} s left", flush=True)
         try:
-            if stage == "report":
-                result.write(study, command)
-            else:
+            if stage != "report":
                 getattr(study, stage)()
         except OutOfTime as out_of_time:
-            if study.has_scores:
-                # the machine may not be there for another call
-                result.write(study, command)
             print(f"{stage}: time is up after {time.monotonic() - begin:.0f} s")
             print(f"left: {out_of_time}; run the same line again", flush=True)
-            return 3
-        print(f"{stage}: done in {time.monotonic() - begin:.0f} s", flush=True)
-    return 0
+            code = 3
+        except (RuntimeError, ValueError, OSError) as error:
+            traceback.print_exc()
+            failures.append(f"{stage}: {error}")
+        except BaseException:
+            _report(study, command)
+            raise
+        else:
+            print(f"{stage}: done in {time.monotonic() - begin:.0f} s", flush=True)
+        is_over = code != 0 or (bool(failures) and not study.can_go_on)
+        if is_over or stage in ("score", "report"):
+            _report(study, command)
+        if is_over:
+            break
+    # a run is tried again by each round
+    failures += dict.fromkeys(study.failures)
+    if failures:
+        print("\n".join(["failed:", *failures]), flush=True)
+    return 1 if failures else code
+
+
+def _report(study: Study, command: str) -> None:
+    if study.has_scores:
+        result.write(study, command)
 
 
 def _options() -> argparse.Namespace:

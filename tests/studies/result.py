@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -34,17 +33,18 @@ ALL = "all"
 
 
 def write(study: Study, command: str) -> None:
-    """Everything that is scored by now, into FOLDER/report and $OUT."""
-    out = study.folder / "report"
-    out.mkdir(exist_ok=True)
+    """Everything that is scored by now, into $OUT and FOLDER/report; the figure last of all."""
     found = gathered(study, command)
-    (out / "study.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (out / "study.md").write_text(markdown(found), encoding="utf-8")
-    draw(out / "study.png", found)
-    if "OUT" in os.environ:
-        for name in ("study.json", "study.md", "study.png"):
-            shutil.copyfile(out / name, Path(os.environ["OUT"]) / name)
-    print((out / "study.md").read_text(encoding="utf-8"), flush=True)
+    texts = {"study.json": json.dumps(found, indent=1) + "\n", "study.md": markdown(found)}
+    print(texts["study.md"], flush=True)
+    # what comes back first: the disk of the other may be full of stores
+    places = [Path(os.environ["OUT"])] if "OUT" in os.environ else []
+    for out in (*places, study.folder / "report"):
+        out.mkdir(exist_ok=True)
+        for name, text in texts.items():
+            (out / name).write_text(text, encoding="utf-8")
+    for out in (*places, study.folder / "report"):
+        draw(out / "study.png", found)
 
 
 def gathered(study: Study, command: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ TESTS = Path(__file__).resolve().parents[1]
 # what a command is given to end after it was told to: a little more than the launcher gives
 GRACE_S = 40.0
 _POLL_S = 0.2
+# prctl(2): the signal that this process gets when the one that started it ends
+_PR_SET_PDEATHSIG = 1
 
 
 class OutOfTime(Exception):
@@ -27,8 +30,9 @@ class OutOfTime(Exception):
 class Deadline:
     """When a stage must have ended."""
 
-    def __init__(self, minutes: float) -> None:
-        self._end = time.monotonic() + 60 * minutes
+    def __init__(self, minutes: float, begin: float | None = None) -> None:
+        """begin: since when they count, on the monotonic clock; None: from now."""
+        self._end = (time.monotonic() if begin is None else begin) + 60 * minutes
 
     @property
     def left_s(self) -> float:
@@ -46,14 +50,29 @@ class Deadline:
 
     @contextmanager
     def interrupts(self) -> Iterator[None]:
-        """This process gets SIGINT at the deadline, for work that notes signals by itself."""
-        timer = threading.Timer(max(0.0, self.left_s), os.kill, (os.getpid(), signal.SIGINT))
-        timer.daemon = True
-        timer.start()
+        """This process gets SIGINT at the deadline, for work that notes signals by itself.
+
+        One that comes before that work notes signals is sent again; one that comes after it is
+        dropped. Of the main thread.
+        """
+        is_over, is_due = threading.Event(), threading.Event()
+        is_due.set()
+
+        def watch() -> None:
+            while not is_over.wait(_POLL_S):
+                if self.left_s <= 0 and is_due.is_set():
+                    is_due.clear()
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        before = signal.signal(signal.SIGINT, lambda *_: is_due.set())
+        watcher = threading.Thread(target=watch, name="deadline", daemon=True)
+        watcher.start()
         try:
             yield
         finally:
-            timer.cancel()
+            is_over.set()
+            watcher.join()
+            signal.signal(signal.SIGINT, before)
 
 
 def environment() -> dict[str, str]:
@@ -68,6 +87,12 @@ def environment() -> dict[str, str]:
     return found
 
 
+def end_with_parent() -> None:
+    """This process gets SIGINT when the one that started it ends, however that ends: a session of
+    its own would go on, and write what the next call of the study writes."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One process: `python ARGUMENTS` in `folder`, its output in a log."""
@@ -79,8 +104,9 @@ class Job:
     @classmethod
     def dflash(cls, name: str, words: Sequence[str]) -> Job:
         """A command of the product."""
-        program = ("-P", "-c", "from dflash_pipeline.cli import main; main()")
-        return cls(name, (*program, *words), {})
+        code = "from studies.running import end_with_parent; end_with_parent(); "
+        code += "from dflash_pipeline.cli import main; main()"
+        return cls(name, ("-P", "-c", code, *words), {})
 
 
 class Started:
@@ -117,21 +143,28 @@ class Started:
 
     def check(self) -> None:
         """RuntimeError with the end of its log where it failed."""
-        if self.code:
-            tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
-            raise RuntimeError(f"{self.job.name} ended with {self.code}:\n" + "\n".join(tail))
+        if error := self.error:
+            raise RuntimeError(error)
+
+    @property
+    def error(self) -> str:
+        """Why it failed: the end of its log; empty where it did not."""
+        if not self.code:
+            return ""
+        tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
+        return f"{self.job.name} ended with {self.code}:\n" + "\n".join(tail)
 
 
 def run_jobs(jobs: Sequence[Job], at_once: int, folder: Path, deadline: Deadline) -> list[str]:
     """Run them, `at_once` at a time; the names of those that were not done in time.
 
-    What is done leaves folder/done/NAME and is not run again. RuntimeError for one that fails,
-    once the others were told to stop.
+    What is done leaves folder/done/NAME and is not run again. RuntimeError for those that fail,
+    once all others have ended: they are done, or out of time.
     """
     done = folder / "done"
     done.mkdir(parents=True, exist_ok=True)
     waiting = deque(job for job in jobs if not (done / job.name).exists())
-    running = list[Started]()
+    running, errors = list[Started](), list[str]()
     try:
         while waiting or running:
             while waiting and len(running) < at_once and deadline.left_s > 0:
@@ -139,13 +172,18 @@ def run_jobs(jobs: Sequence[Job], at_once: int, folder: Path, deadline: Deadline
             if deadline.left_s <= 0:
                 break
             for one in [one for one in running if one.code is not None]:
-                one.check()
-                (done / one.job.name).touch()
                 running.remove(one)
+                if error := one.error:
+                    errors.append(error)
+                    print(f"  {error}", flush=True)
+                    continue
+                (done / one.job.name).touch()
                 print(f"  {one.job.name} done", flush=True)
             time.sleep(_POLL_S)
     finally:
         stop_all(running)
+    if errors:
+        raise RuntimeError("\n".join(errors))
     return [one.job.name for one in running] + [job.name for job in waiting]
 
 

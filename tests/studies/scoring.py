@@ -1,17 +1,20 @@
 """Replay of trained drafters over the held-out answers: one process scores several in turn.
 
-    python -m studies.scoring FOLDER DEVICE SECONDS RUN...
+    python -m studies.scoring FOLDER DEVICE RUN...
 
 A process so pays for its imports once, and several of them share a GPU, which one replay alone
-leaves idle. Writes FOLDER/scores/RUN.json, whole or not at all. RUN `lookup` is prompt lookup,
-`untrained` a drafter of fresh weights.
+leaves idle. Writes FOLDER/scores/RUN.json, whole or not at all; SIGINT ends it, and what it had
+counted of a run by then stands in FOLDER/scores/RUN.part, with which the next call goes on. RUN
+`lookup` is prompt lookup, `untrained` a drafter of fresh weights.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,8 @@ from dflash_pipeline.train.loading import Checkpoint, read_checkpoint
 from dflash_pipeline.train.replay import held_out, replayed, replayed_lookup
 from dflash_pipeline.train.report import write_json
 from dflash_pipeline.train.tally import Answer
-from studies.arms import EVAL_STORE
+from studies.arms import EVAL_STORE, objective_arms
+from studies.running import end_with_parent
 
 LOOKUP, UNTRAINED = "lookup", "untrained"
 LOOKUP_DRAFTS, LOOKUP_NGRAM = 7, 3
@@ -36,12 +40,18 @@ def score_path(folder: Path, run: str) -> Path:
     return folder / "scores" / f"{run}.json"
 
 
-def counted(store: Store, answers_of: Callable[[int], list[Answer]], end: float) -> dict[str, Any]:
-    """Kept tokens and cycles of each answer, whole and before its first loop; {}: out of time."""
-    names, found = store.table.domains, dict[str, Any]()
+def part_path(folder: Path, run: str) -> Path:
+    """Where that stands which was counted of a run when the time was up."""
+    return folder / "scores" / f"{run}.part"
+
+
+def count(store: Store, answers_of: Callable[[int], list[Answer]], found: dict[str, Any]) -> None:
+    """Kept tokens and cycles of each answer that is not there yet, whole and before its first
+    loop, by its key."""
+    names = store.table.domains
     for index in held_out(store):
-        if time.monotonic() > end:
-            return {}
+        if store.table.key(index) in found:
+            continue
         answers = answers_of(index)
         whole = [cycle for answer in answers for cycle in answer.cycles]
         free = [cycle for answer in answers for cycle in answer.loop_free_cycles]
@@ -52,37 +62,57 @@ def counted(store: Store, answers_of: Callable[[int], list[Answer]], end: float)
             "free_kept": sum(cycle.kept for cycle in free),
             "free_cycles": len(free),
         }
-    return found
 
 
-def main() -> None:
-    folder, device, end = Path(sys.argv[1]), sys.argv[2], time.monotonic() + float(sys.argv[3])
+def main() -> int:
+    """0: all are scored; 1: some could not be, the others are; 130: stopped."""
+    end_with_parent()
+    folder, device, runs = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     torch.set_num_threads(1)
     store = open_store(folder / "stores" / EVAL_STORE)
+    failed = []
+    for run in runs:
+        try:
+            score(store, folder, run, device)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except Exception:
+            traceback.print_exc()
+            failed.append(run)
+    if failed:
+        print(f"not scored: {', '.join(failed)}; why stands above", flush=True)
+    return int(bool(failed))
+
+
+def score(store: Store, folder: Path, run: str, device: str) -> None:
+    """One run, or as much of it as there is until KeyboardInterrupt."""
+    begin, part = time.monotonic(), part_path(folder, run)
+    found: dict[str, Any] = {"run": run, "seconds": 0.0, "answers": {}}
+    if part.exists():
+        found = json.loads(part.read_text(encoding="utf-8"))
+    before_s, answers = found["seconds"], found["answers"]
+    try:
+        count(store, _answers_of(store, folder, run, device), answers)
+    except KeyboardInterrupt:
+        if answers:
+            write_json(part, found | {"seconds": before_s + time.monotonic() - begin})
+        raise
+    write_json(score_path(folder, run), found | {"seconds": before_s + time.monotonic() - begin})
+    part.unlink(missing_ok=True)
+    print(f"{run} scored", flush=True)
+
+
+def _answers_of(store: Store, folder: Path, run: str, device: str) -> Callable[[int], list[Answer]]:
+    if run == LOOKUP:
+        return lambda index: replayed_lookup(store, index, LOOKUP_DRAFTS, LOOKUP_NGRAM, None)
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    for run in sys.argv[4:]:
-        begin = time.monotonic()
-        if run == LOOKUP:
-
-            def answers_of(index: int) -> list[Answer]:
-                return replayed_lookup(store, index, LOOKUP_DRAFTS, LOOKUP_NGRAM, None)
-
-        else:
-            answers_of = _of_drafter(store, folder, run, device, dtype)
-        answers = counted(store, answers_of, end)
-        if not answers:
-            return
-        write_json(
-            score_path(folder, run),
-            {"run": run, "seconds": time.monotonic() - begin, "answers": answers},
-        )
-        print(f"{run} scored", flush=True)
+    return _of_drafter(store, folder, run, device, dtype)
 
 
 def _of_drafter(
     store: Store, folder: Path, run: str, device: str, dtype: torch.dtype
 ) -> Callable[[int], list[Answer]]:
-    """The last step of a run, or fresh weights of the shape of any run that is there."""
+    """The last step of a run, or fresh weights of the shape of any objective's run."""
     if run == UNTRAINED:
         checkpoint = _any_checkpoint(folder)
         _, drafter = drafters(checkpoint, 0, device, dtype)
@@ -95,7 +125,11 @@ def _of_drafter(
 
 
 def _any_checkpoint(folder: Path) -> Checkpoint:
-    return read_checkpoint(min((folder / "arms").glob("ce-gamma-*/last")))
+    names = {arm.name for arm in objective_arms((0,))}
+    found = (folder / "arms").glob("*/last")
+    return read_checkpoint(
+        min(path for path in found if path.parent.name.rpartition("-s")[0] in names)
+    )
 
 
 def read_answers(folder: Path, run: str) -> dict[str, Any]:
@@ -105,4 +139,4 @@ def read_answers(folder: Path, run: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

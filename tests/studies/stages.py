@@ -7,7 +7,7 @@ FOLDER/stores/         bf16, eval, and the other modes; each second shard of all
                        folder of --memory, where one is given
 FOLDER/facts/          what a result must say of a store, which may be gone by then
 FOLDER/arms/           a run each, as a sweep; FOLDER/scores/ a file each
-FOLDER/decision.json   the best objective, once all of them are scored
+FOLDER/decision.json   the best objective, once all of them are scored whose runs can be trained
 
 What no later stage reads is removed: a mode's store once all of its runs are trained, and of a
 trained run the state that it would have gone on from.
@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ _POLL_S = 0.2
 # processes on a device at a time, of the stages whose every process leaves it idle for a while
 _ANSWERERS, _CAPTURES = 4, 3
 _SCORERS_PER_CORE = 1.5
+# how often a call begins a run that fails, from its last checkpoint on
+_TRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Study:
     deadline: Deadline
     memory: Path | None = None
     """A folder on another file system, for half of every store; None: all are in `folder`."""
+    failures: list[str] = field(default_factory=list)
+    """Runs that this call could not train, stores that it could not capture, and why."""
 
     @property
     def devices(self) -> Devices:
@@ -159,6 +163,10 @@ class Study:
             capturing = pool.submit(self._capture_when_followed, job, following)
             try:
                 self._train([following])
+            except OutOfTime:
+                # a capture that failed has ended the time, and says why
+                capturing.result()
+                raise
             except BaseException:
                 # the pool waits for it, and it for followers
                 self.deadline.end_now()
@@ -195,7 +203,12 @@ class Study:
             ):
                 break
             time.sleep(_POLL_S)
-        run_jobs([job], 1, self.folder, self.deadline)
+        try:
+            run_jobs([job], 1, self.folder, self.deadline)
+        except BaseException:
+            # the followers wait for it
+            self.deadline.end_now()
+            raise
 
     def _state(self, run: str) -> str:
         status = read_status(status_path(f"arms/{run}/logs", "train", 0))
@@ -225,7 +238,11 @@ class Study:
         wanted = self.wanted()
         # a run that is to be trained again may want one that was removed
         missing = [name for name in needed_stores(wanted) if self._is_wanted(name)]
-        self._run([self._capture_job(name) for name in missing], self._captures_at_once(0))
+        try:
+            self._run([self._capture_job(name) for name in missing], self._captures_at_once(0))
+        except RuntimeError as error:
+            self.failures.append(str(error))
+            wanted = [arm for arm in wanted if self.is_known(arm.store)]
         self.check_data(wanted)
         self._train(wanted)
         self.clear()
@@ -280,6 +297,11 @@ class Study:
         """Whether it is there, and whole."""
         return self._mark(store).exists()
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a later stage has something to work with when one has failed."""
+        return self.is_captured(BASE_STORE) and self.is_captured(EVAL_STORE)
+
     def is_known(self, store: str) -> bool:
         """Whether it was captured whole; it may have been removed since."""
         return self.is_captured(store) or self._facts_path(store).exists()
@@ -332,37 +354,45 @@ class Study:
         return Variant(name, run)
 
     def _train(self, arms: Sequence[Arm]) -> None:
-        """All runs of these arms, in their order, as many at a time as there are places."""
+        """All runs of these arms, in their order, as many at a time as there are places; those that
+        fail once more, as others may have taken their memory, and then they are noted."""
         variants = [self.variant(arm, seed) for arm in arms for seed in arm.seeds]
         fleet.check_done(variants)
-        names = [one.name for one in variants if not self.is_trained(one.name)]
-        if not names:
-            return
-        self.deadline.check(f"training of {', '.join(names)}")
         devices, out = self.devices, self.folder / "arms"
-        gpus.check(devices, share=True)
-        out.mkdir(exist_ok=True)
-        with self.deadline.interrupts():
-            outcomes, signal = fleet.run_variants(
-                arm_process.TRAIN, variants, devices, out, resume=True, per_device=self.per_gpu
-            )
-        failed = [f"{one.name}: {one.error}" for one in outcomes if one.state == "failed"]
-        if failed:
-            raise RuntimeError("; ".join(failed))
-        if signal:
-            left = [one.name for one in outcomes if not one.state.startswith("done")]
-            raise OutOfTime(f"training of {', '.join(left)}")
+        failed: list[str] = []
+        for _ in range(_TRIES):
+            names = [one.name for one in variants if not self.is_trained(one.name)]
+            if not names:
+                return
+            self.deadline.check(f"training of {', '.join(names)}")
+            gpus.check(devices, share=True)
+            out.mkdir(exist_ok=True)
+            with self.deadline.interrupts():
+                outcomes, signal = fleet.run_variants(
+                    arm_process.TRAIN, variants, devices, out, resume=True, per_device=self.per_gpu
+                )
+            failed = [f"{one.name}: {one.error}" for one in outcomes if one.state == "failed"]
+            if signal:
+                self.failures.extend(failed)
+                left = [one.name for one in outcomes if not one.state.startswith("done")]
+                raise OutOfTime(f"training of {', '.join(left)}")
+        self.failures.extend(failed)
 
     def is_trained(self, name: str) -> bool:
         """Whether a run is done; its status says so."""
         return self._state(name) == "done"
 
     def score(self) -> None:
-        """Replay every run that is trained; the decision, once every objective is scored."""
+        """Replay every run that is trained; the decision, once every objective is scored whose
+        runs could be trained."""
         wanted = [following_arm(self.seeds), *self.wanted()]
         runs = [LOOKUP, UNTRAINED]
         runs += [arm.run_name(seed) for arm in wanted for seed in arm.seeds]
-        known = [run for run in runs if run in (LOOKUP, UNTRAINED) or self.is_trained(run)]
+        objectives = objective_arms(self.seeds)
+        names = [arm.run_name(seed) for arm in objectives for seed in arm.seeds]
+        # the untrained drafter has the shape of a trained one
+        ready = {LOOKUP} | ({UNTRAINED} if any(map(self.is_trained, names)) else set())
+        known = [run for run in runs if run in ready or self.is_trained(run)]
         todo = [run for run in known if not score_path(self.folder, run).exists()]
         if todo:
             self.deadline.check(f"scores of {', '.join(todo)}")
@@ -370,7 +400,7 @@ class Study:
         shares = defaultdict[int, list[str]](list)
         for number, run in enumerate(todo):
             shares[number % self.num_scorers].append(run)
-        jobs = [self._score_job(place, shares[place]) for place in sorted(shares)]
+        jobs = self._score_jobs([shares[place] for place in sorted(shares)])
         for job in jobs:
             # a name of an earlier share says nothing of this one
             (self.folder / "done" / job.name).unlink(missing_ok=True)
@@ -378,24 +408,42 @@ class Study:
         left = [run for run in todo if not score_path(self.folder, run).exists()]
         if left:
             raise OutOfTime(f"scores of {', '.join(left)}")
-        objectives = objective_arms(self.seeds)
-        names = {arm.run_name(seed) for arm in objectives for seed in arm.seeds}
-        if names <= set(known) and not self.decision():
-            taus = {arm.name: _mean_tau(self.scores(arm)) for arm in objectives}
-            decided = {"objective": best_arm(taus), "taus": taus}
-            (self.folder / "decision.json").write_text(json.dumps(decided, indent=1) + "\n")
+        self._decide(objectives)
 
-    def _score_job(self, place: int, runs: Sequence[str]) -> Job:
+    def _decide(self, objectives: Sequence[Arm]) -> None:
+        """The best objective, of those whose every seed is scored; an arm with a run that failed
+        is left out, one with a run that is to be trained yet is waited for."""
+        states = {
+            arm.name: {self._state(arm.run_name(seed)) for seed in arm.seeds} for arm in objectives
+        }
+        if self.decision() or not set().union(*states.values()) <= {"done", "failed"}:
+            return
+        taus = {
+            arm.name: _mean_tau(self.scores(arm))
+            for arm in objectives
+            if states[arm.name] == {"done"}
+        }
+        if not taus:
+            return
+        without = [name for name in states if name not in taus]
+        decided = {"objective": best_arm(taus), "taus": taus, "without": without}
+        (self.folder / "decision.json").write_text(json.dumps(decided, indent=1) + "\n")
+
+    def _score_jobs(self, shares: Sequence[Sequence[str]]) -> list[Job]:
+        """A process for the runs of each share."""
         devices = self.devices
-        number = devices.ids[place % len(devices.ids)]
-        device = "cuda:0" if devices.kind == "cuda" else "cpu"
-        visible = device_name(number) if devices.kind == "cuda" else ""
-        seconds = f"{max(self.deadline.left_s, 0):.0f}"
-        return Job(
-            f"score-{place}",
-            ("-m", "studies.scoring", str(self.folder), device, seconds, *runs),
-            {"CUDA_VISIBLE_DEVICES": visible},
-        )
+        device, visible = "cpu", [""]
+        if devices.kind == "cuda":
+            # the driver takes its time to tell, and many processes are to begin
+            device, visible = "cuda:0", [device_name(number) for number in devices.ids]
+        return [
+            Job(
+                f"score-{place}",
+                ("-m", "studies.scoring", str(self.folder), device, *runs),
+                {"CUDA_VISIBLE_DEVICES": visible[place % len(visible)]},
+            )
+            for place, runs in enumerate(shares)
+        ]
 
     def scores(self, arm: Arm) -> list[Score]:
         """Of all seeds of an arm that are scored."""
