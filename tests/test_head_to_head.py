@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -195,6 +197,103 @@ def test_a_line_that_is_run_again_judges_what_it_had_trained(
     found = json.loads((tmp_path / "out" / "head_to_head.json").read_text(encoding="utf-8"))
     assert found["same_seconds"]
     assert (found["samples"], found["tokens"]) == (5, 25)
+
+
+@pytest.fixture
+def their_training(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that runs in the environment of speculators, without that."""
+    for name in ("datasets", "speculators", "speculators.train", "speculators.train.config"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name in ("cli", "trainer"):
+        monkeypatch.setattr(sys.modules["speculators.train"], name, None, raising=False)
+    schema = ModuleType("schema")
+    monkeypatch.setattr(schema, "TrainConfig", None, raising=False)
+    monkeypatch.setitem(sys.modules, "speculators.train.config.schema", schema)
+    monkeypatch.delitem(sys.modules, "studies.their_training", raising=False)
+    return importlib.import_module("studies.their_training")
+
+
+class _TheirConfig(NamedTuple):
+    max_steps: int
+    checkpoint_freq: int
+
+
+class _TheirTrainer:
+    """Its loop, as it is in 0.9.0: what is done in each epoch, whatever max_steps says."""
+
+    def __init__(self, max_steps: int, epoch_steps: list[int]) -> None:
+        self.config = _TheirConfig(max_steps, len(epoch_steps))
+        self.epoch_steps, self.global_step = epoch_steps, 0
+        self.did: list[str] = []
+
+    def train_epoch(self, epoch: int) -> None:
+        for _ in range(self.epoch_steps[epoch]):
+            self.global_step += 1
+            if self.global_step >= self.config.max_steps:
+                break
+        self.did.append(f"train {epoch}")
+
+    def maybe_save_checkpoint(self, epoch: int, _local_step: int = 0) -> None:
+        if epoch == 0 or (epoch + 1) % self.config.checkpoint_freq == 0:
+            self.did.append(f"save {epoch}")
+
+    def val_epoch(self, epoch: int) -> dict[str, float]:
+        self.did.append(f"validate {epoch}")
+        return {"loss_epoch": 1.0}
+
+    def run(self) -> None:
+        for epoch in range(len(self.epoch_steps)):
+            self.train_epoch(epoch)
+            self.maybe_save_checkpoint(epoch)
+            self.val_epoch(epoch)
+
+
+def test_their_training_ends_with_its_steps_and_saves_there(their_training: Any) -> None:
+    class Ended(_TheirTrainer):
+        pass
+
+    left = _TheirTrainer(7, [3] * 6)
+    left.run()
+    # what is mended: a step, a checkpoint and a validation that nobody asked for
+    assert left.global_step == 10
+    their_training.end_with_the_steps(Ended)
+    found = Ended(7, [3] * 6)
+    found.run()
+    assert found.global_step == 7
+    assert found.did[:3] == ["train 0", "save 0", "validate 0"]
+    assert found.did[3:] == ["train 1", "validate 1", "train 2", "save 2", "validate 2"]
+
+
+def test_what_is_known_is_written_before_what_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line may be cut off at any moment, and the machine gone by then."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "bench"))
+    import head_to_head
+
+    out = tmp_path / "h"
+    (out / "theirs" / "0").mkdir(parents=True)
+    told: list[list[str]] = []
+
+    def evaluated(folder: Path, words: list[str]) -> float:
+        arm = {"all": {"tau": 2.0}, "seconds": 1.0}
+        found = {"domains": {}} if "--compare" in words else {"arms": {"trained": arm}}
+        (folder / words[-1 if "--compare" in words else words.index("--json") + 1]).write_text(
+            json.dumps(found), encoding="utf-8"
+        )
+        return 1.0
+
+    monkeypatch.setattr(head_to_head, "_dflash", evaluated)
+    options = SimpleNamespace(
+        eval_store=tmp_path, prompts=[tmp_path / "p"], target="toy", limit=1, gpus="cpu"
+    )
+    found = head_to_head._judged(options, out, lambda judged: told.append(list(judged)))
+    assert told == [["replayed"], ["replayed", "decoded"]]
+    assert found["decoded"]["tau"] == {"ours": {"all": 2.0}, "theirs": {"all": 2.0}}
+    monkeypatch.setenv("OUT", str(tmp_path))
+    head_to_head._write(out, {"ours": 1})
+    for folder in (out, tmp_path):
+        assert json.loads((folder / "head_to_head.json").read_text(encoding="utf-8")) == {"ours": 1}
 
 
 def test_samples_are_prepared_once_and_others_anew(

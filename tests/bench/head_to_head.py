@@ -13,8 +13,9 @@ schedule runs out, again where that was off by more than a tenth; without equal 
 compared (exit code 5). Start-up and compiling are not counted, and are told. Both checkpoints then
 go through `dflash eval`: replay of the held-out answers of the other store and, with --prompts
 (repeatable), decoding of --limit of them a domain. Writes head_to_head.json into FOLDER, and into
-$OUT where that is set. A line that was cut off is run again: what it had prepared, trained in time
-or judged is kept; what was of another store, other samples or settings is done anew.
+$OUT where that is set, with each part as soon as it is known. A line that was cut off is run again:
+what it had prepared, trained in time or judged is kept; what was of another store, other samples or
+settings is done anew.
 """
 
 from __future__ import annotations
@@ -84,13 +85,6 @@ def main() -> int:
         "run": to_dict(run),
         "judged": [str(options.eval_store), *map(str, options.prompts), options.limit],
     }
-    ours = kept(folder, "ours", asked, lambda: _ours(options, folder))
-    theirs = kept(
-        folder,
-        "theirs",
-        asked | {"their": options.their},
-        lambda: _theirs(options, folder, their_python, run, store),
-    )
     found: dict[str, Any] = {
         "what": f"speculators {THEIR_VERSION} and this trainer, the same data and seconds",
         "machine": machine(),
@@ -98,17 +92,22 @@ def main() -> int:
         "tokens": int(store.table.num_tokens[chosen[:-NUM_VALIDATED]].sum()),
         "seconds": options.seconds,
         "bytes": {"speculators": size_bytes, "store": _store_bytes(store, chosen)},
-        "ours": ours,
-        "theirs": theirs,
     }
+    found["ours"] = kept(folder, "ours", asked, lambda: _ours(options, folder))
+    _write(folder, found)
+    found["theirs"] = kept(
+        folder,
+        "theirs",
+        asked | {"their": options.their},
+        lambda: _theirs(options, folder, their_python, run, store),
+    )
     late = [name for name in ("ours", "theirs") if not is_in_time(found[name], options.seconds)]
     found["same_seconds"] = not late
+    _write(folder, found)
     if not late:
-        found |= _judged(options, folder)
-    text = json.dumps(found, indent=1) + "\n"
-    for out in {str(folder), os.environ.get("OUT", str(folder))}:
-        (Path(out) / "head_to_head.json").write_text(text, encoding="utf-8")
-    print(text)
+        found |= _judged(options, folder, lambda judged: _write(folder, found | judged))
+        _write(folder, found)
+    print(json.dumps(found, indent=1))
     if late:
         print(
             f"no comparison: asked for {options.seconds:.0f} s each, trained "
@@ -117,6 +116,13 @@ def main() -> int:
         )
         return 5
     return 0
+
+
+def _write(folder: Path, found: Mapping[str, Any]) -> None:
+    """What is known by now: the line may be cut off, and the machine gone by then."""
+    text = json.dumps(found, indent=1) + "\n"
+    for out in {str(folder), os.environ.get("OUT", str(folder))}:
+        (Path(out) / "head_to_head.json").write_text(text, encoding="utf-8")
 
 
 def _options() -> argparse.Namespace:
@@ -284,14 +290,14 @@ def _their_run(
     steps: int,
     per_epoch: int,
 ) -> dict[str, Any]:
-    """per_epoch: steps of an epoch; 0: not known, and which checkpoint is left does not matter."""
+    """per_epoch: steps of an epoch, about; 0: not known."""
     data, out = folder / "data", folder / name
     shutil.rmtree(out, ignore_errors=True)
     (data / "times.json").unlink(missing_ok=True)
     num_rows = sum(1 for _ in (data / "samples.jsonl").open(encoding="utf-8"))
     is_cuda = not options.gpus.startswith("cpu")
-    # another epoch would begin, and do one more step
-    epochs = math.ceil(steps / per_epoch) if per_epoch else PROBE_STEPS
+    # it ends with its steps: enough of epochs that are not all as long as the first
+    epochs = 2 * math.ceil(steps / per_epoch) if per_epoch else PROBE_STEPS
     words = {
         "speculator-type": "dflash",
         "verifier-name-or-path": str(resolve(run.target).directory),
@@ -341,8 +347,12 @@ def _their_run(
     }
 
 
-def _judged(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """`dflash eval` of both checkpoints on the same held-out answers, and their difference."""
+def _judged(
+    options: argparse.Namespace, folder: Path, tell: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """`dflash eval` of both checkpoints on the same held-out answers, and their difference.
+
+    tell: is told what there is by then, after each way of judging."""
     ways = {"replayed": ["--store", str(options.eval_store.resolve())]}
     if options.prompts:
         ways["decoded"] = ["--config", options.target, "--limit", str(options.limit)]
@@ -359,13 +369,12 @@ def _judged(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         both = f"both-{way}.json"
         _dflash(folder, ["eval", "--compare", *files.values(), "--json", both])
         arms = {name: _read(folder / file)["arms"]["trained"] for name, file in files.items()}
-        found[way] = {
-            "tau": {
-                name: {domain: one["tau"] for domain, one in arm.items() if domain != "seconds"}
-                for name, arm in arms.items()
-            },
-            "difference": _read(folder / both)["domains"],
+        tau = {
+            name: {domain: one["tau"] for domain, one in arm.items() if domain != "seconds"}
+            for name, arm in arms.items()
         }
+        found[way] = {"tau": tau, "difference": _read(folder / both)["domains"]}
+        tell(found)
     return found
 
 

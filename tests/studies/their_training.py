@@ -42,6 +42,36 @@ def use_cpu() -> None:
     torch.accelerator.synchronize = lambda *_a, **_k: None
 
 
+def end_with_the_steps(trainer: Any) -> None:
+    """Let its class end with --max-steps: the epoch of the last step is saved and validated.
+
+    Its own loop goes on through all epochs, with one more step, a validation and a start of the
+    loader each; and how many steps an epoch has, and so how many are needed, changes with it.
+    """
+    train, save, validate = trainer.train_epoch, trainer.maybe_save_checkpoint, trainer.val_epoch
+
+    def is_over(self: Any) -> bool:
+        return bool(self.global_step >= self.config.max_steps)
+
+    def trained(self: Any, epoch: int, **options: Any) -> None:
+        self.was_over = is_over(self)
+        if not self.was_over:
+            train(self, epoch, **options)
+
+    def saved(self: Any, epoch: Any, local_step: int = 0) -> None:
+        if self.was_over:
+            return
+        if is_over(self):
+            self.config = self.config._replace(checkpoint_freq=1)
+        save(self, epoch, local_step)
+
+    def validated(self: Any, epoch: int) -> Any:
+        return None if self.was_over else validate(self, epoch)
+
+    trainer.train_epoch, trainer.maybe_save_checkpoint = trained, saved
+    trainer.val_epoch = validated
+
+
 def main() -> None:
     folder, arguments = Path(sys.argv[1]), sys.argv[2:]
     make_data_set(folder)
@@ -59,6 +89,7 @@ def main() -> None:
         lengths.append(len(self.train_loader))
         return build(self)
 
+    end_with_the_steps(trainers.Trainer)
     trainers.Trainer._optimizers_step = timed
     trainers.Trainer.setup_trainer = counted
     cli.main(TrainConfig.resolve(arguments))
