@@ -66,6 +66,7 @@ from waits import no_waits
 CE = LossConfig()
 KL = LossConfig(ce=0.5, kl=0.5)
 OBJECTIVES = {"CE": CE, "KL+CE": KL}
+GROUPS = (256, 512, 1024)
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,8 @@ def ceilings(bench: Bench) -> None:
     up = bench.random(shape.intermediate_size, hidden)
     product("gate or up", bench.random(num_rows, hidden), up.t(), False)
     product("down", bench.random(num_rows, shape.intermediate_size), up, False)
-    for scored in bench.sizes.chunks:
+    # a position chunk, and a group of teacher rows
+    for scored in (*bench.sizes.chunks, *(GROUPS if bench.is_cuda else ())):
         product(f"head, {scored} rows", bench.random(scored, hidden), head_VH.t(), True)
     product(f"head back, {rows} rows", slope_PV, head_VH, False)
     # as the loss has it: bf16 in the front halves of fp32 rows
@@ -312,7 +314,9 @@ def loss(bench: Bench) -> None:
     if not bench.is_cuda:
         return
 
-    for group in (256, 1024):
+    for group in GROUPS:
+        if group == teacher_module.GROUP_ROWS:
+            continue
         with patch.object(teacher_module, "GROUP_ROWS", group):
             _loss_figures(bench, shape, sizes.chunks[:1], f", groups of {group}")
     _loss_figures(bench, sizes.small, sizes.chunks[1:2])
