@@ -200,7 +200,7 @@ def plan(
     share_gpu: bool,
     as_json: bool,
 ) -> int:
-    """Measure for up to a minute on one device, and predict bytes, hours and cost of each stage.
+    """Measure both stages for seconds on one device; predict bytes, hours and cost of each.
 
     For capture and training side by side on a split of the devices, and one after the other on
     all of them.
