@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -275,8 +276,14 @@ def test_what_is_known_is_written_before_what_is_not(
     (out / "theirs" / "0").mkdir(parents=True)
     told: list[list[str]] = []
 
+    # both drafters are judged at the same time, or this waits in vain
+    together = threading.Barrier(2, timeout=30)
+
     def evaluated(folder: Path, words: list[str]) -> float:
         arm = {"all": {"tau": 2.0}, "seconds": 1.0}
+        if "--drafter" in words:
+            assert "--share-gpu" in words
+            together.wait()
         found = {"domains": {}} if "--compare" in words else {"arms": {"trained": arm}}
         (folder / words[-1 if "--compare" in words else words.index("--json") + 1]).write_text(
             json.dumps(found), encoding="utf-8"

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -362,10 +363,16 @@ def _judged(
     found: dict[str, Any] = {}
     for way, words in ways.items():
         files = {name: f"{name}-{way}.json" for name in checkpoints}
-        for name, path in checkpoints.items():
-            told = ["eval", "--drafter", path, *words, "--json", files[name]]
-            if not (folder / files[name]).exists():
-                _dflash(folder, [*told, *_device_words(options)])
+        lines = [
+            ["eval", "--drafter", path, *words, "--json", files[name]]
+            for name, path in checkpoints.items()
+            if not (folder / files[name]).exists()
+        ]
+        # each waits for its own launches: one alone leaves a GPU idle
+        place = [*_device_words(options), "--share-gpu"]
+        with ThreadPoolExecutor(len(checkpoints)) as pool:
+            for judged in [pool.submit(_dflash, folder, [*line, *place]) for line in lines]:
+                judged.result()
         both = f"both-{way}.json"
         _dflash(folder, ["eval", "--compare", *files.values(), "--json", both])
         arms = {name: _read(folder / file)["arms"]["trained"] for name, file in files.items()}
