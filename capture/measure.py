@@ -133,7 +133,10 @@ def measure(
     warmed_s = sum(dot(amounts(*shape), batch_s) for shape in warmed)
     calibrated_s, gated_s = _alone_s(times.calibrated), _alone_s(times.gated)
     alone_s = _alone_work_s(times.calibrated, calibrated_s) + _alone_work_s(times.gated, gated_s)
-    answer_step_s = 0.0 if run.generate.endpoints else _answer_step_s(run, files, target, place)
+    answer_step_s = 0.0
+    if not run.generate.endpoints:
+        log.say("measuring answers")
+        answer_step_s = _answer_step_s(run, files, target, place)
     log.say("measuring the disk")
     speed = disk_speed([folder, *(nearest(Path(one.path)) for one in work.mounts[1:])])
     return CaptureCosts(
