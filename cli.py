@@ -200,7 +200,7 @@ def plan(
     share_gpu: bool,
     as_json: bool,
 ) -> int:
-    """Measure both stages for seconds on one device; predict bytes, hours and cost of each.
+    """Measure capture and training for seconds on one device; predict bytes, hours and cost.
 
     For capture and training side by side on a split of the devices, and one after the other on
     all of them.
