@@ -16,6 +16,7 @@ import click
 
 from dflash_pipeline.configs import recorded
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.inputs import is_free_for_run
 from dflash_pipeline.configs.load import is_file_in_use, load
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import SchemaOption, config_of, does_read, given, sets_of
@@ -106,6 +107,7 @@ def _written(
     arguments: Sequence[str] = (),
 ) -> str:
     found = ["dflash", str(command.name), *arguments]
+    values = {**values, "train.out": values.get("train.out") or _other_directory(config, sets)}
     for parameter in command.params:
         if isinstance(parameter, SchemaOption):
             found += parameter.words(values.get(parameter.schema_key))
@@ -117,11 +119,22 @@ def _written(
     return shlex.join(found)
 
 
+def _other_directory(config: str, sets: Sequence[str]) -> str | None:
+    """For a new run, in place of the configured directory where that has one already; else None."""
+    try:
+        out = load(config, sets, {}).train.out
+    except UsageError:
+        # of a file that the command which asks does not need
+        return None
+    return None if not out or is_free_for_run(out) else free_name(str(Path(out)))
+
+
 def training_line(store: str, captured: Mapping[str, object]) -> str:
     """The line that trains on a store, with the preset of the target of a recorded capture."""
     config = recorded.config_of(captured)
-    found = ["dflash", "train", "--store", store, *(["--config", config] if config else [])]
-    return shlex.join(found)
+    out = _other_directory(config, ())
+    found = ["dflash", "train", "--store", store, *(["--out", out] if out else [])]
+    return shlex.join([*found, *(["--config", config] if config else [])])
 
 
 def training_on_open(store: str, captured: Mapping[str, object]) -> str:

@@ -163,6 +163,15 @@ def check_new_directory(out: str, flag: str) -> None:
     _check_writable(Path(out).absolute().parent, f"{flag} {out}")
 
 
+def is_free_for_run(out: str) -> bool:
+    """Whether a new run may begin in a directory: it is not there, or holds only the logs of a
+    start that failed, where nothing is worth a question."""
+    path = Path(out)
+    if not os.path.lexists(path):
+        return True
+    return path.is_dir() and all(one.name == "logs" for one in path.iterdir())
+
+
 def check_run_directory(out: str) -> None:
     """Refuse a path where no run can be written."""
     path = Path(out)

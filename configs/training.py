@@ -67,13 +67,8 @@ def check_directory(out: str, resume: bool, is_sweep: bool) -> None:
         )
     if resume and is_sweep and is_run:
         raise UsageError(f"{out} is a run, no sweep: leave --sweep out, or name another --out")
-    if not resume and Path(out).exists() and not _holds_logs_alone(Path(out)):
+    if not resume and not inputs.is_free_for_run(out):
         raise UsageError(f"{out} is not empty: go on with it by --resume, or name another --out")
-
-
-def _holds_logs_alone(out: Path) -> bool:
-    """Only the logs of a start that failed: nothing there is worth a question."""
-    return out.is_dir() and all(one.name == "logs" for one in out.iterdir())
 
 
 def train(run: Run, stores: Sequence[str], devices: Devices, share: bool, resume: bool) -> int:

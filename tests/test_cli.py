@@ -1128,6 +1128,38 @@ def test_a_name_that_is_taken_is_not_proposed(type_line: Callable[..., Ended]) -
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        f"dflash capture {TOY} --data a.jsonl --store new",
+        f"dflash capture {TOY} --data a.jsonl --store new --set train.out=runs/mine/",
+        "dflash verify --deep hs",
+        "dflash merge new hs x",
+    ],
+)
+def test_a_training_run_is_proposed_into_a_directory_that_is_free(
+    line: str, type_line: Callable[..., Ended]
+) -> None:
+    is_set = "train.out" in line
+    if not is_set:
+        Path("dflash.toml").write_text("[train]\nout = 'runs/mine'\n")
+    free = type_line(line)
+    assert free.code == 0, free.err
+    assert "--out" not in free.last_line
+    # the logs of a start that failed are no run
+    Path("runs/mine/logs").mkdir(parents=True)
+    assert type_line(line).last_line == free.last_line
+    Path("runs/mine/run.json").touch()
+    Path("runs/mine-2").mkdir()
+    ended = type_line(line)
+    assert " --out runs/mine-3" in ended.last_line
+    Path("new").mkdir()
+    Path("new/zarr.json").touch()
+    following = type_line(f"{ended.last_line.removeprefix('next: ')} --gpus cpu")
+    assert following.code == 0, following.err
+    assert following.calls[0]["run"]["train"]["out"] == "runs/mine-3"
+
+
+@pytest.mark.parametrize(
     ("typed", "said"),
     [
         ("toy", "generate --data PROMPTS.jsonl --out answers.jsonl --config toy"),

@@ -364,6 +364,12 @@ def test_of_a_store_that_is_whole_only_the_training_is_planned(
     text = said("--gpus", "cpu:2")
     assert f"{store} is captured whole, only the training is left:\n  dflash train " in text
     assert text.splitlines()[-1].startswith(f"next: dflash train --store {store} ")
+    assert "--out" not in text
+    # a run is where the configuration puts the next one
+    (folder / "mine").mkdir()
+    (folder / "mine" / "run.json").touch()
+    (train,) = json.loads(said("--set", "train.out=mine", "--json"))["commands"]
+    assert "--out mine-2" in train
     assert "dflash capture" not in text
     assert "min of CPU workers" in text
     assert "GPUs" not in text
