@@ -185,11 +185,17 @@ def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Funct
     elif turns is None and "empty:" not in text.lower():
         text += "  [default: the configuration file's]"
 
-    def keep(context: click.Context, _parameter: click.Parameter, value: Any) -> None:
-        if value not in (None, ()):
-            give(context, key, turns if turns is not None else value)
+    # of two the parser would keep the last and drop the other in silence
+    is_one_store = key == "store.path"
 
-    declared: dict[str, Any] = {"multiple": is_list, "type": kind}
+    def keep(context: click.Context, _parameter: click.Parameter, value: Any) -> None:
+        if value in (None, ()):
+            return
+        if is_one_store:
+            value = _one_store(context, flag, value)
+        give(context, key, turns if turns is not None else value)
+
+    declared: dict[str, Any] = {"multiple": is_list or is_one_store, "type": kind}
     if kind is str:
         declared["metavar"] = _STANDS_FOR[key]
     if turns is not None:
@@ -204,6 +210,16 @@ def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Funct
         callback=keep,
         **declared,
     )
+
+
+def _one_store(context: click.Context, flag: str, named: Sequence[str]) -> str:
+    if len(named) > 1:
+        typed = " ".join(f"{flag} {one}" for one in named)
+        raise UsageError(
+            f"{typed}: {context.info_name} takes one store, name it once; one that lies on several "
+            f"mounts is written {flag} A,B"
+        )
+    return named[0]
 
 
 def options(*pairs: tuple[str, str]) -> Callable[[Function], Function]:

@@ -463,6 +463,25 @@ def test_a_store_may_lie_on_several_mounts(type_line: Callable[..., Ended]) -> N
     assert call["extra"]["path"] == "hs,x"
 
 
+def test_two_stores_are_refused_by_every_command_that_takes_one(
+    type_line: Callable[..., Ended],
+) -> None:
+    tried = []
+    for name, command in _commands().items():
+        keys = [one.schema_key for one in command.params if isinstance(one, SchemaOption)]
+        if "store.path" not in keys:
+            continue
+        needed = "x --out o" if name == "export" else ""
+        ended = type_line(f"dflash {name} {needed} --store hs --store x")
+        assert ended.code == 2, name
+        assert ended.err == (
+            f"error: --store hs --store x: {name} takes one store, name it once; one that lies on "
+            "several mounts is written --store A,B\n"
+        )
+        tried.append(name)
+    assert {"capture", "plan", "eval", "export"} <= set(tried)
+
+
 def test_merge_names_its_stores_and_reads_them_unless_told_otherwise(
     type_line: Callable[..., Ended],
 ) -> None:
