@@ -118,6 +118,8 @@ def type_line(
         Path(name).mkdir()
         # a store as far as it is looked at before its stage
         Path(name, "zarr.json").touch()
+    # `x` may be named as a drafter as well
+    _make_drafter("x")
     for name in ("a", "b", "c"):
         Path(f"{name}.jsonl").write_text(ROW)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "DFLASH_GPUS_AS_CPU"):
@@ -138,6 +140,11 @@ def type_line(
         return Ended(code, captured.out, captured.err, [json.loads(one) for one in noted])
 
     return run
+
+
+def _make_drafter(folder: str) -> None:
+    """A drafter as far as it is looked at before its stage."""
+    Path(folder, "config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
 
 
 def _ready_file() -> None:
@@ -545,9 +552,12 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash eval --gpus cpu --drafter no", "--drafter no: there is no such run, step or"),
         ("dflash eval --gpus cpu --drafter x --store no", "there is no store no"),
         ("dflash capture --gpus cpu --target ./no --data a.jsonl --store s", "no such directory"),
-        ("dflash capture --gpus cpu --target ./x --data a.jsonl --store s", "holds no config.json"),
+        ("dflash capture --gpus cpu --target ./hs --data a.jsonl --store s", "holds no config.json"),
         ("dflash generate --gpus cpu --target no.gguf --data a.jsonl --out o", "no such file"),
         ("dflash export no --out o", "no: there is no such run, step or checkpoint directory"),
+        ("dflash eval --gpus cpu --drafter hs --store x", "hs is a store, not a drafter: name a run"),
+        ("dflash export hs --out o", "hs is a store, not a drafter: name a run, one of its steps"),
+        ("dflash train --store x --init-from hs --out o", "hs is a store, not a drafter: name a"),
         ("dflash inspect no", "there is no store no: name the directory that dflash capture wrote"),
         ("dflash verify no --json", "there is no store no"),
         ("dflash verify hs --sample 3 --repair", "--sample computes, --deep and --repair check"),
@@ -1024,6 +1034,7 @@ def test_the_line_that_is_to_come_next_can_be_typed_and_says_what_this_one_did(
     Path("b c.jsonl").write_text(ROW)
     for made in ("new/store", "my run"):
         Path(made).mkdir(parents=True, exist_ok=True)
+    _make_drafter("my run")
     for store in ("new", "new/store"):
         Path(store, "zarr.json").touch()
     following = type_line(said.removeprefix("next: "))
@@ -1087,7 +1098,8 @@ def test_without_held_out_samples_nothing_is_proposed_to_be_replayed(
         "dflash eval --drafter run --target toy --prompts FILE"
     )
     assert last == "next: dflash export run --out drafter"
-    # what was said can be typed as well
+    # what was said can be typed as well, once the stage has written its drafter
+    _make_drafter("run")
     decoding = said.partition("trained on: ")[2].replace("FILE", "a.jsonl")
     assert type_line(decoding).code == 0
     assert type_line(last.removeprefix("next: ")).code == 0

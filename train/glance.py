@@ -104,16 +104,14 @@ def _check_continued(run: Run) -> None:
 
 
 def check_is_drafter(drafter: str) -> None:
-    """UsageError for a run without a checkpoint, and for a directory of another kind of model, as a
-    target. Any other without a drafter is the stage's to refuse."""
+    """UsageError for a run without a checkpoint, a store or another directory without a drafter,
+    and for one of another kind of model, as a target. What cannot be read is the stage's to
+    refuse."""
     try:
         directory = checkpoint_directory(Path(drafter))
         config = read_object(directory / "config.json")
     except UsageError:
-        # none named is not the directory at hand
-        if drafter:
-            raise
-        return
+        raise
     except (OSError, ValueError):
         return
     try:
@@ -125,12 +123,14 @@ def check_is_drafter(drafter: str) -> None:
 
 
 def check_drafter(run: Run, drafter: str, template_args: str) -> None:
-    """UsageError where a drafter is another kind of model, was trained on conversations that were
+    """UsageError where a drafter is none or another kind of model, was trained on conversations that were
     rendered otherwise, or shall replay a store without a held-out sample; of a file, where it holds
     no results.
 
-    template_args: what this line passes to the chat template.
+    drafter: empty: none is named. template_args: what this line passes to the chat template.
     """
+    if not drafter:
+        return
     if Path(drafter).is_file():
         _check_results(run, Path(drafter), is_measured_here=False)
         return

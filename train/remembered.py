@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.inputs import STORE_FILE
 from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.store.reader import Store
@@ -21,6 +22,7 @@ from dflash_pipeline.store.spec import StoreSpec
 TRAINED_ON = "trained_on.json"
 """In a checkpoint's directory, where it was written here."""
 _HASHED_ROWS = 256
+_EXPECTED = "name a run, one of its steps, or a checkpoint with config.json and safetensors"
 
 
 def rendering(spec: StoreSpec) -> dict[str, str]:
@@ -79,13 +81,11 @@ def check_rendering(
 def checkpoint_directory(path: Path) -> Path:
     """Follow a run directory to a step: `best`, else `last`, each a link or a file with a name.
 
-    UsageError for a run without a checkpoint; ValueError where there is no drafter.
+    UsageError for a run without a checkpoint, a store and any other directory without a drafter;
+    ValueError where there is no directory.
     """
     if not path.is_dir():
-        raise ValueError(
-            f"{path} is not a directory: name a run, one of its steps, or a checkpoint with "
-            "config.json and safetensors"
-        )
+        raise ValueError(f"{path} is not a directory: {_EXPECTED}")
     for name in ("best", "last"):
         pointer = path / name
         if pointer.is_dir():
@@ -98,7 +98,12 @@ def checkpoint_directory(path: Path) -> Path:
                 f"{path} is a run without a checkpoint: its first is written after "
                 "train.save_every steps, or when it is stopped"
             )
-        raise ValueError(f"{path} holds no config.json, no best and no last step: not a drafter")
+        if (path / STORE_FILE).is_file():
+            raise UsageError(f"{path} is a store, not a drafter: {_EXPECTED}")
+        raise UsageError(
+            f"{path} is not a drafter, it holds no config.json, no best and no last step: "
+            f"{_EXPECTED}"
+        )
     return path
 
 
