@@ -16,7 +16,7 @@ from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.inputs import need
 from dflash_pipeline.configs.jsonfile import read_object
-from dflash_pipeline.configs.options import PLACED, TEMPLATE, refuse_unheeded
+from dflash_pipeline.configs.options import PLACED, TEMPLATE, refuse_unheeded, setter
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.configs.stage import ONE_CPU, logs_near, one_device, run_stage, scratch_logs
@@ -84,23 +84,28 @@ def _check_outputs(run: Run, read: Sequence[str] = ()) -> None:
     """UsageError where what is written cannot be, or would take the place of what is no result of
     an earlier evaluation, of a file of `read`, or of each other."""
     results, figure = run.eval.json, run.eval.plot
+    named, drawn = setter("--json", "eval.json"), setter("--plot", "eval.plot")
     if results:
-        inputs.check_out_file(results, "--json")
+        inputs.check_out_file(results, named)
         if Path(results).resolve() in {Path(one).resolve() for one in read}:
-            raise UsageError(f"--json {results} is read by this line: name another file")
+            raise UsageError(
+                f"{named} {results} is read by this line: name another file with --json"
+            )
         if not _may_be_replaced(Path(results), is_result):
             raise UsageError(
-                f"--json {results} holds something else than results of dflash eval, which would "
-                "be lost: name another file"
+                f"{named} {results} holds something else than results of dflash eval, which would "
+                "be lost: name another file with --json"
             )
     if figure:
-        inputs.check_out_file(figure, "--plot")
+        inputs.check_out_file(figure, drawn)
         if results and Path(figure).resolve() == Path(results).resolve():
-            raise UsageError(f"--plot {figure} is the file of --json: name another one")
+            raise UsageError(
+                f"{drawn} {figure} is the file of --json: name another one with --plot"
+            )
         if not _may_be_replaced(Path(figure), _is_figure):
             raise UsageError(
-                f"--plot {figure} holds something else than a PNG figure, which would be lost: "
-                "name another file"
+                f"{drawn} {figure} holds something else than a PNG figure, which would be lost: "
+                "name another file with --plot"
             )
 
 

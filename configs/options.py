@@ -123,6 +123,13 @@ def refuse_unheeded(context: click.Context, flags: Sequence[str], why: str) -> N
         raise UsageError(f"{', '.join(typed)}: {why}")
 
 
+def setter(flag: str, key: str) -> str:
+    """What gave `key` its value, as an error names it in front of that: the option of the line at
+    hand, else the key of --set, a file or a preset."""
+    context = click.get_current_context(silent=True)
+    return flag if context is None or key in given(context) else f"{key} ="
+
+
 def config_of(context: click.Context) -> str:
     """The file or preset that the line names; empty: none."""
     return str(context.meta.get(_CONFIG, ""))

@@ -673,6 +673,29 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert sorted(os.listdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("key", "typed", "told"),
+    [
+        ("json", "--compare r.json s.json", "r.json is read by this line: name another file with"),
+        ("json", "--drafter x --store hs", "b.jsonl holds something else than results of dflash"),
+        ("plot", "--drafter x --store hs", "b.jsonl holds something else than a PNG figure, which"),
+        ("json", "--drafter x --store hs", "hs is a directory: name a file"),
+    ],
+)
+def test_an_output_of_eval_that_is_refused_is_named_by_what_set_it(
+    key: str, typed: str, told: str, type_line: Callable[..., Ended]
+) -> None:
+    for name in ("r", "s"):
+        Path(f"{name}.json").write_text('{"per_prompt": {"trained": []}, "settings": {}}')
+    file, _, _ = told.partition(" ")
+    ended = type_line(f"dflash eval {typed} --{key} {file}")
+    assert ended.err.startswith(f"error: --{key} {told}")
+    Path("dflash.toml").write_text(f"[eval]\n{key} = '{file}'\n")
+    ended = type_line(f"dflash eval {typed}")
+    assert (ended.code, ended.calls) == (2, [])
+    assert ended.err.startswith(f"error: eval.{key} = {told}")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_is_read_only_is_refused_before_anything_loads(
     type_line: Callable[..., Ended],
