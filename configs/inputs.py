@@ -16,6 +16,8 @@ from dflash_pipeline.configs.mounts import root_of
 
 # every store has it, and nothing else does that this package writes
 STORE_FILE = "zarr.json"
+EXPECTED_DRAFTER = "name a run, one of its steps, or a checkpoint with config.json and safetensors"
+_KINDS_OF_DATA = ".jsonl, .jsonl.gz or .parquet, or hf:NAME[:SPLIT]"
 _EXPECTED = "expected a directory that dflash capture wrote"
 # entries of a directory that is no store
 _NAMED = 3
@@ -39,11 +41,12 @@ def check_data(sources: Sequence[str]) -> None:
             continue
         path = Path(source)
         if not path.is_file():
-            raise UsageError(f"data file {source} does not exist or is not a file")
-        if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
             raise UsageError(
-                f"data file {source}: expected .jsonl, .jsonl.gz or .parquet, or hf:NAME[:SPLIT]"
+                f"data file {source} does not exist or is not a file: name one that is there, "
+                f"{_KINDS_OF_DATA}"
             )
+        if not path.name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+            raise UsageError(f"data file {source}: expected {_KINDS_OF_DATA}")
 
 
 def check_store(path: str) -> None:
@@ -68,6 +71,12 @@ def refuse_other(root: Path) -> None:
         raise UsageError(f"{root} cannot be read ({error.strerror}): {_EXPECTED}") from None
     # it may have appeared in the meantime
     if found and not (root / STORE_FILE).is_file():
+        if rows := next(root.glob("b[0-9]*/hidden/c"), None):
+            raise UsageError(
+                f"{root} is no store, it holds rows ({rows.relative_to(root)}) of one that lies on "
+                "several mounts, and no record of which: name that store's own directory, the "
+                "first of those that dflash capture was given as --store A,B"
+            )
         more = ", ..." if len(found) > _NAMED else ""
         raise UsageError(
             f"no store at {root} (no {STORE_FILE} in it, but {', '.join(found[:_NAMED])}{more}): "
@@ -79,7 +88,10 @@ def check_checkpoint(path: str, flag: str) -> None:
     """Refuse a drafter that is no directory; `flag` names the option, empty: an argument."""
     if not Path(path).is_dir():
         where = f"{flag} {path}" if flag else path
-        raise UsageError(f"{where}: there is no such run, step or checkpoint directory")
+        raise UsageError(
+            f"{where}: there is no such run, step or checkpoint directory; {EXPECTED_DRAFTER} "
+            "(one of a hub is downloaded first)"
+        )
 
 
 def check_target(name: str) -> None:

@@ -128,17 +128,12 @@ def _layers(config: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.is_dir():
         raise UsageError(f"--config {config} is a directory: name a TOML file or a preset")
     if not path.is_file():
-        near = _near(config, preset_names())
-        raise UsageError(
-            f"no file and no preset {config}{near}; presets: {', '.join(preset_names())}"
-        )
+        raise UsageError(f"no file and no preset {config}{_presets(config)}")
     sections = parse_file(config)
     preset = sections.pop("preset", "")
     if preset:
         if preset not in preset_names():
-            near = _near(str(preset), preset_names())
-            names = ", ".join(preset_names())
-            raise UsageError(f"{config}: no preset {preset!r}{near}; presets: {names}")
+            raise UsageError(f"{config}: no preset {preset!r}{_presets(str(preset))}")
         yield f"preset {preset}", _preset(str(preset))
     yield config, sections
 
@@ -217,6 +212,12 @@ def _near(word: str, names: Sequence[str]) -> str:
     found = [name for name in names if "." in name and name.partition(".")[2] == tail]
     found = found or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def _presets(word: str) -> str:
+    """What follows a name that no preset has: the one that is near, and all of them."""
+    near, names = _near(word, preset_names()), ", ".join(preset_names())
+    return f"{near} Presets: {names}" if near else f"; presets: {names}"
 
 
 def _from_text(text: str, kind: Any) -> object:

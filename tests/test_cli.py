@@ -534,6 +534,10 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
     [
         # what is not there, or is something else
         (f"dflash capture {TOY} --store s --data no.jsonl", "data file no.jsonl does not exist"),
+        (
+            f"dflash generate {TOY} --out o --data no.jsonl",
+            "name one that is there, .jsonl, .jsonl.gz",
+        ),
         (f"dflash generate {TOY} --out o --data x", "data file x does not exist or is not a file"),
         (f"dflash generate {TOY} --out o --data full/run.json", "expected .jsonl, .jsonl.gz or"),
         (
@@ -552,10 +556,20 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ("dflash eval --gpus cpu --drafter no", "--drafter no: there is no such run, step or"),
         ("dflash eval --gpus cpu --drafter x --store no", "there is no store no"),
         ("dflash capture --gpus cpu --target ./no --data a.jsonl --store s", "no such directory"),
-        ("dflash capture --gpus cpu --target ./hs --data a.jsonl --store s", "holds no config.json"),
+        (
+            "dflash capture --gpus cpu --target ./hs --data a.jsonl --store s",
+            "holds no config.json",
+        ),
         ("dflash generate --gpus cpu --target no.gguf --data a.jsonl --out o", "no such file"),
+        (
+            "dflash export no --out o",
+            "directory; name a run, one of its steps, or a checkpoint with",
+        ),
         ("dflash export no --out o", "no: there is no such run, step or checkpoint directory"),
-        ("dflash eval --gpus cpu --drafter hs --store x", "hs is a store, not a drafter: name a run"),
+        (
+            "dflash eval --gpus cpu --drafter hs --store x",
+            "hs is a store, not a drafter: name a run",
+        ),
         ("dflash export hs --out o", "hs is a store, not a drafter: name a run, one of its steps"),
         ("dflash train --store x --init-from hs --out o", "hs is a store, not a drafter: name a"),
         ("dflash inspect no", "there is no store no: name the directory that dflash capture wrote"),
@@ -638,6 +652,11 @@ CAPTURE = f"dflash capture {TOY} --data a.jsonl"
         ),
         ("dflash train --store x --set optim.lr=-1", "optim.lr must be above 0, got -1.0"),
         ("dflash train --config nowhere.toml", "no file and no preset nowhere.toml"),
+        (
+            "dflash train --config qwen9-8b",
+            "no preset qwen9-8b; did you mean qwen3-8b? Presets: gpt",
+        ),
+        ("dflash train --config nowhere.toml", "no preset nowhere.toml; presets: gpt-oss-120b, "),
         ("dflash train --stor x", "No such option '--stor'"),
         ("dflash trian", "No such command 'trian'"),
         ("dflash capture --overlong cut", "'cut' is not one of 'truncate', 'drop'"),

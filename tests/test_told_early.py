@@ -159,13 +159,21 @@ def _typed(line: str) -> tuple[str, str]:
         ),
         ("export run --out new", 2, "run is a run without a checkpoint"),
         ("eval --gpus cpu --drafter run --store made", 2, "run is a run without a checkpoint"),
-        ("export made --out new", 2, "made is a store, not a drafter: name a run, one of its steps"),
+        (
+            "export made --out new",
+            2,
+            "made is a store, not a drafter: name a run, one of its steps",
+        ),
         (f"eval {TARGET} --check --drafter made --prompts a.jsonl", 2, "made is a store, not a"),
-        ("eval --gpus cpu --compare forgetful made --store made", 2, "made is a store, not a drafter"),
+        (
+            "eval --gpus cpu --compare forgetful made --store made",
+            2,
+            "made is a store, not a drafter",
+        ),
         (
             "eval --gpus cpu --drafter swept --store made",
             2,
-            "swept is not a drafter, it holds no config.json, no best and no last step: name a run,",
+            "swept is not a drafter, it holds no config.json, no best and no last step: name a run",
         ),
         (
             "train --gpus cpu --store made --out new --init-from made",

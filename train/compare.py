@@ -45,7 +45,10 @@ def check_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     pairs["mode"] = (one["mode"], other["mode"])
     problems = [f"{name} {a!r} and {b!r}" for name, (a, b) in pairs.items() if a != b]
     if problems:
-        raise UsageError(f"A and B differ by more than the drafter: {'; '.join(problems)}")
+        raise UsageError(
+            f"A and B differ by more than the drafter: {'; '.join(problems)}; evaluate both in the "
+            "same way (--prompts decodes, --store replays)"
+        )
     only = [
         set(_by_key(first)) - set(_by_key(second)) for first, second in ((one, other), (other, one))
     ]

@@ -123,9 +123,9 @@ def check_is_drafter(drafter: str) -> None:
 
 
 def check_drafter(run: Run, drafter: str, template_args: str) -> None:
-    """UsageError where a drafter is none or another kind of model, was trained on conversations that were
-    rendered otherwise, or shall replay a store without a held-out sample; of a file, where it holds
-    no results.
+    """UsageError where a drafter is none or another kind of model, was trained on conversations
+    that were rendered otherwise, or shall replay a store without a held-out sample; of a file,
+    where it holds no results.
 
     drafter: empty: none is named. template_args: what this line passes to the chat template.
     """

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.inputs import STORE_FILE
+from dflash_pipeline.configs.inputs import EXPECTED_DRAFTER, STORE_FILE
 from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.load import RUN_FILE
 from dflash_pipeline.store.reader import Store
@@ -22,7 +22,6 @@ from dflash_pipeline.store.spec import StoreSpec
 TRAINED_ON = "trained_on.json"
 """In a checkpoint's directory, where it was written here."""
 _HASHED_ROWS = 256
-_EXPECTED = "name a run, one of its steps, or a checkpoint with config.json and safetensors"
 
 
 def rendering(spec: StoreSpec) -> dict[str, str]:
@@ -85,7 +84,7 @@ def checkpoint_directory(path: Path) -> Path:
     ValueError where there is no directory.
     """
     if not path.is_dir():
-        raise ValueError(f"{path} is not a directory: {_EXPECTED}")
+        raise ValueError(f"{path} is not a directory: {EXPECTED_DRAFTER}")
     for name in ("best", "last"):
         pointer = path / name
         if pointer.is_dir():
@@ -99,10 +98,10 @@ def checkpoint_directory(path: Path) -> Path:
                 "train.save_every steps, or when it is stopped"
             )
         if (path / STORE_FILE).is_file():
-            raise UsageError(f"{path} is a store, not a drafter: {_EXPECTED}")
+            raise UsageError(f"{path} is a store, not a drafter: {EXPECTED_DRAFTER}")
         raise UsageError(
             f"{path} is not a drafter, it holds no config.json, no best and no last step: "
-            f"{_EXPECTED}"
+            f"{EXPECTED_DRAFTER}"
         )
     return path
 

@@ -66,7 +66,10 @@ def test_without_any_file_the_schema_holds() -> None:
         ("[train]\nprofile = '20'", "train.profile must be FIRST-LAST, .* got '20'"),
         ("[train]\nprofile = '0-2'", "train.profile must be FIRST-LAST, steps from 1 on, .* '0-2'"),
         ("drafter = 3", r"drafter is a section, write \[drafter\]"),
-        ("preset = 'qwen3-8'", "no preset 'qwen3-8'; did you mean qwen3-8b"),
+        (
+            "preset = 'qwen3-8'",
+            r"no preset 'qwen3-8'; did you mean qwen3-8b\? Presets: gpt-oss-120b, ",
+        ),
         ("[drafter", "dflash.toml is not TOML"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 import zarr
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.inputs import check_store
 from dflash_pipeline.configs.mounts import root_of, split
 from dflash_pipeline.store import paths, stripes
 from dflash_pipeline.store.build import StoreBuilder, shard_bytes
@@ -58,6 +59,19 @@ def striped(planned: Store, text: str, plan: Any, tiny: ModuleType) -> Store:
     tiny.capture(plan, planned)
     planned.seal()
     return open_store(text)
+
+
+def test_a_further_mount_is_told_apart_from_what_is_no_store_at_all(
+    striped: Store, text: str
+) -> None:
+    check_store(text)
+    for mount in split(text)[1:]:
+        with pytest.raises(
+            UsageError,
+            match=r"hs is no store, it holds rows \(b\d/hidden/c\) of one that lies on several "
+            r"mounts, .*: name that store's own directory, the first of those that dflash capture",
+        ):
+            check_store(mount)
 
 
 def test_shards_take_turns_and_everything_else_is_in_the_first(

@@ -107,7 +107,7 @@ def test_a_prompt_without_a_cycle_in_either_counts_in_neither(who: int, tmp_path
     [
         (lambda one: one["settings"].update(temperature=0.7), "temperature 0.0 and 0.7"),
         (lambda one: one["settings"].update(new=1), "new None and 1"),
-        (lambda one: one.update(mode="replay"), "mode 'decode' and 'replay'"),
+        (lambda one: one.update(mode="replay"), "mode 'decode' and 'replay'; evaluate both in"),
         (
             lambda one: one["per_prompt"]["trained"].pop(3),
             "1 are in A alone, 0 in B alone, p3 for one",
