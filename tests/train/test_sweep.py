@@ -47,13 +47,14 @@ def test_each_variant_is_trained_or_named(
     monkeypatch.chdir(tmp_path)
     Path("dflash.toml").write_text(BASE)
     Path("sweep.toml").write_text(SWEEP)
-    # there, but no drafter: seen by the variant's own process alone
+    # there, but torn: seen by the variant's own process alone
     Path("nothing").mkdir()
+    Path("nothing/config.json").write_text("[")
     words = ["train", "--store", "hs", "--out", "out", "--gpus", "cpu:2", "--sweep", "sweep.toml"]
     with pytest.raises(ValueError, match="1 of 3 variants failed: odd;"):
         cli.dflash.main(words, standalone_mode=False)
     said = capfd.readouterr()
-    assert "nothing holds no" in said.err
+    assert "nothing is not a drafter that can be read: config.json" in said.err
     assert "shallow  done" in said.out
     shapes = {name: read_checkpoint(tmp_path / "out" / name).shape for name in ("shallow", "short")}
     assert (shapes["shallow"].num_layers, shapes["shallow"].block_size) == (1, 4)
