@@ -11,8 +11,7 @@ from its first to its last moment, and its steady part alone (tokens and steps a
 repeats all of it and ends with medians. Where others use the machine's cores meanwhile,
 `--processor-time` (on a CPU) has each process measure its own processor seconds instead of the
 wall's. Prints each figure once it is known; where $OUT is set, plan.json is written there, and
-plan.log: what the commands said, and when. About
-four minutes on one H200.
+plan.log: what the commands said, and when. About four minutes on one H200.
 """
 
 from __future__ import annotations
