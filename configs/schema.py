@@ -321,9 +321,9 @@ class DrafterConfig:
 class LossConfig:
     """What the drafter is asked to get right."""
 
-    ce: float = 1.0
+    ce: float = 0.0
     """Weight of cross-entropy against the data's token."""
-    kl: float = 0.0
+    kl: float = 1.0
     """Weight of forward KL against the target's distribution; needs `last` in the store."""
     temperature: float = 1.0
     """Temperature of both distributions in the KL term."""
@@ -333,7 +333,7 @@ class LossConfig:
     cap_lambda: float = 0.0
     """Weight of the drafter's entropy where its likeliest token is right (CAP): sharper there,
     which greedy acceptance does not need and sampled acceptance can lose by."""
-    slot_weights: Literal["gamma", "dpace"] = "gamma"
+    slot_weights: Literal["gamma", "dpace"] = "dpace"
     """What a slot weighs: gamma falls with its place in the block, dpace is the drafter's own
     chance of getting so far (arXiv 2605.18810)."""
     gamma: float = 7.0

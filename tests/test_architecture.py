@@ -208,10 +208,13 @@ def test_a_setting_that_a_text_proposes_can_be_set() -> None:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         texts += [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
     found = [re.findall(r"\b([a-z]+\.[a-z_0-9]+) ?= ?(\"?[\w.+-]+\"?)", text) for text in texts]
-    settings = [f"{key}={value}" for one in found for key, value in one if key in field_docs()]
-    assert len(settings) > 15
-    for setting in settings:
-        load("tiny", [setting.rstrip(".")], {})
+    fields = field_docs()
+    together = [
+        [f"{key}={value}".rstrip(".") for key, value in one if key in fields] for one in found
+    ]
+    assert sum(map(len, together)) > 15
+    for settings in together:
+        load("tiny", settings, {})
 
 
 @pytest.mark.parametrize("name", preset_names())

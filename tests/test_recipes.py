@@ -7,12 +7,16 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_pipeline.configs.load import load
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import LossConfig, Run
 from studies import cost, recipes
+from studies.arms import objective_arms
+from studies.paired import best_arm
 from studies.sizes import SIZES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +119,49 @@ def test_the_lines_of_benches_use_options_that_they_have(name: str) -> None:
 def test_nothing_that_was_not_run_is_told_without_saying_so() -> None:
     for name in ("Qwen3-8B", "Qwen3.6-27B"):
         assert f"**{name}.** Not run;" in FLAT
-    assert "Not run; its cost is computed and partly assumed" in FLAT
     # once there are results, their figures must stand here instead
-    for name, words in (("study", "Not run; its cost"), ("head_to_head", "not run on a GPU")):
-        assert (ROOT / f"tests/bench/{name}.json").exists() != (words in FLAT)
+    assert (ROOT / "tests/bench/head_to_head.json").exists() != ("not run on a GPU" in FLAT)
+
+
+def test_the_table_of_the_study_is_what_it_found() -> None:
+    found = json.loads((ROOT / "tests/bench/study.json").read_text(encoding="utf-8"))
+    rows = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in SECTION.splitlines()
+        if line.startswith("|")
+    ]
+    parts = ("all", "math", "code", "chat", "greedy")
+    for name, one in found["arms"].items():
+        taus = [f"{np.mean(one['tau'][part]):.3f}" for part in parts]
+        (row,) = (row for row in rows if row[1:6] == taus)
+        assert row[7] == _interval(one), name
+    later = found["later"]["arms"]
+    told = [
+        (row[2], row[3].removesuffix(", prompts alone")) for row in rows if row[1] in ("1", "3")
+    ]
+    assert told == [(f"{np.mean(one['tau']['all']):.3f}", _interval(one)) for one in later.values()]
+    assert f"{found['stores']['bf16']['num_supervised']:,} tokens" in FLAT
+
+
+def _interval(arm: dict[str, Any]) -> str:
+    if "difference" not in arm:
+        return ""
+    mean, low, high = (arm["difference"]["all"][name] * 100 for name in ("mean", "low", "high"))
+    return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
+def test_the_default_objective_is_the_best_of_the_study() -> None:
+    found = json.loads((ROOT / "tests/bench/study.json").read_text(encoding="utf-8"))
+    chosen = LossConfig()
+    given = {"ce": chosen.ce, "kl": chosen.kl, "slot_weights": chosen.slot_weights}
+    (arm,) = (
+        one
+        for one in objective_arms((0,))
+        if one.settings == {f"loss.{key}": value for key, value in given.items()}
+    )
+    taus = {
+        name: float(np.mean(one["tau"]["all"]))
+        for name, one in found["arms"].items()
+        if one["question"] == "objective"
+    }
+    assert arm.name == best_arm(taus) == found["decision"]["objective"]

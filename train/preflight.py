@@ -65,7 +65,8 @@ def check_stores(run: Run, stores: Sequence[Store], is_resumed: bool) -> None:
     if run.loss.needs_last and not first.spec.has_last:
         raise UsageError(
             f"loss.kl is {run.loss.kl:g} and loss.tv {run.loss.tv:g}, but {first.path} holds no "
-            "`last` states: capture again with store.last_mode=bf16, or set both to 0"
+            "`last` states: capture again with --last-mode bf16, or train "
+            "with cross-entropy alone: --set loss.ce=1 --set loss.kl=0 --set loss.tv=0"
         )
     for store in stores:
         _check_rolling(run, store, is_resumed)

@@ -58,7 +58,7 @@ def test_without_any_file_the_schema_holds() -> None:
         ("[target]\nlayer_ids = [1, 'a']", r"target.layer_ids\[1\] must be int, got 'a'"),
         ("[drafter]\nblock_size = 1", "drafter.block_size must be at least 2, got 1"),
         ("[capture]\ncompile = true", "compile must be one of 'auto', 'on', 'off', got True"),
-        ("[loss]\nce = 0", "loss.ce, loss.kl and loss.tv are all 0: nothing to learn"),
+        ("[loss]\nkl = 0", "loss.ce, loss.kl and loss.tv are all 0: nothing to learn"),
         ("[loss]\ndpace_alpha = 1", r"loss.dpace_alpha must be in \[0, 1\), got 1"),
         ("[loss]\ncap_lambda = -1", "loss.cap_lambda must be at least 0, got -1"),
         ("[train]\nnoise_std = -0.1", "train.noise_std must be at least 0, got -0.1"),

@@ -22,7 +22,7 @@ LOSSES: Mapping[str, Mapping[str, object]] = {
 }
 WEIGHTS = ("gamma", "dpace")
 FOLLOWED = "ce-gamma"
-"""What the arm trains that follows a capture: the objective that is the default today."""
+"""What the arm trains that follows a capture: the papers' objective, to which all are compared."""
 BF16_LOGITS = "bf16-logits"
 """The arm whose logits are rounded, which no setting of the product does: its name tells."""
 
@@ -85,7 +85,7 @@ class Arm:
 
 
 def objective_arms(seeds: Sequence[int]) -> list[Arm]:
-    """Each loss with each weighting of slots; differences are to today's default."""
+    """Each loss with each weighting of slots; differences are to `FOLLOWED`."""
     return [
         Arm(
             name=f"{loss}-{weights}",
@@ -100,7 +100,7 @@ def objective_arms(seeds: Sequence[int]) -> list[Arm]:
 
 
 def following_arm(seeds: Sequence[int]) -> Arm:
-    """Today's default, begun while its store is still being captured."""
+    """`FOLLOWED`, begun while its store is still being captured."""
     (base,) = (one for one in objective_arms(seeds) if one.name == FOLLOWED)
     return Arm(
         name="following",

@@ -183,7 +183,7 @@ def _decided(
     return {
         "objective": objective,
         "objective_settings": arms[objective]["commands"][0] if objective in arms else "",
-        "against_today": arms[objective].get("difference", {}).get(ALL)
+        "against_base": arms[objective].get("difference", {}).get(ALL)
         if objective in arms
         else None,
         "mode": smallest_mode(sizes, losses, BASE_STORE) if losses else "",
@@ -298,5 +298,5 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
     right.tick_params(axis="y", labelsize=7)
     right.axvline(0, color="grey", linewidth=0.8)
     right.invert_yaxis()
-    right.set(xlabel=f"tau against its pair, % (95 %; {FOLLOWED} is today's default)")
+    right.set(xlabel=f"tau against its pair, % (95 %; {FOLLOWED} is the papers' objective)")
     figure.savefig(path, dpi=110)

@@ -79,7 +79,7 @@ def test_the_loss_costs_what_torch_counts(kl: float, shape: DrafterShape) -> Non
     teacher = Teacher(
         torch.randn(6, 8, generator=random), torch.arange(10) * 6 // 10, ((0, 3), (3, 6))
     )
-    config = LossConfig(kl=kl, position_chunk=5)
+    config = LossConfig(ce=1.0, kl=kl, position_chunk=5)
     with FlopCounterMode(display=False) as counter:
         label_R = torch.arange(10)
         loss_R, _ = chunked_loss(hidden_RH, head, label_R, teacher, config)

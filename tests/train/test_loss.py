@@ -41,11 +41,11 @@ def _case(
 
 
 CONFIGS = {
-    "ce": LossConfig(),
+    "ce": LossConfig(ce=1.0, kl=0.0),
     "kl": LossConfig(ce=0.0, kl=1.0),
     "both": LossConfig(ce=0.3, kl=0.7, temperature=2.0),
-    "tv": LossConfig(ce=0.0, tv=1.0),
-    "cap": LossConfig(ce=0.5, cap_lambda=2.0),
+    "tv": LossConfig(ce=0.0, kl=0.0, tv=1.0),
+    "cap": LossConfig(ce=0.5, kl=0.0, cap_lambda=2.0),
     "all": LossConfig(ce=0.3, kl=0.7, temperature=2.0, tv=0.6, cap_lambda=0.4),
 }
 

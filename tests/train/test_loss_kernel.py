@@ -25,13 +25,13 @@ from dflash_pipeline.train.shape import FULL, DrafterShape
 from dflash_pipeline.train.teacher import Teacher, teacher_spans
 
 CONFIGS = {
-    "ce": LossConfig(ce=0.7),
+    "ce": LossConfig(ce=0.7, kl=0.0),
     "kl": LossConfig(ce=0.0, kl=1.3),
     "both": LossConfig(ce=0.3, kl=0.7),
     "hot": LossConfig(ce=0.3, kl=0.7, temperature=2.5),
     "cold": LossConfig(ce=0.0, kl=0.7, temperature=0.5),
-    "tv": LossConfig(ce=0.0, tv=1.2),
-    "cap": LossConfig(ce=0.4, cap_lambda=0.8),
+    "tv": LossConfig(ce=0.0, kl=0.0, tv=1.2),
+    "cap": LossConfig(ce=0.4, kl=0.0, cap_lambda=0.8),
     "all": LossConfig(ce=0.3, kl=0.7, tv=0.5, cap_lambda=0.2, temperature=1.7),
 }
 ROWS, TEACHERS, HIDDEN, CHUNK = 11, 6, 16, 4

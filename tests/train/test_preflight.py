@@ -80,5 +80,5 @@ def test_the_targets_distribution_needs_last_states(
 ) -> None:
     whole_store.spec = replace(whole_store.spec, last_mode="none")
     run = replace(train_run(), loss=loss)
-    with pytest.raises(UsageError, match=r"loss\.kl is .*loss\.tv .*store\.last_mode=bf16"):
+    with pytest.raises(UsageError, match=r"loss\.kl is .*loss\.tv .*--last-mode bf16.*loss\.ce=1 "):
         check_stores(run, [whole_store], is_resumed=False)
