@@ -333,7 +333,7 @@ class LossConfig:
     cap_lambda: float = 0.0
     """Weight of the drafter's entropy where its likeliest token is right (CAP): sharper there,
     which greedy acceptance does not need and sampled acceptance can lose by."""
-    slot_weights: Literal["gamma", "dpace"] = "dpace"
+    slot_weights: Literal["gamma", "dpace"] = "gamma"
     """What a slot weighs: gamma falls with its place in the block, dpace is the drafter's own
     chance of getting so far (arXiv 2605.18810)."""
     gamma: float = 7.0

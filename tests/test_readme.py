@@ -147,7 +147,7 @@ def test_the_variants_of_the_sweep_load(tmp_path: Path, monkeypatch: pytest.Monk
     Path("sweep.toml").write_text(block, encoding="utf-8")
     shallow, block8 = read_variants("sweep.toml", "qwen3-8b", (), {"train.out": "out"})
     assert (shallow.name, shallow.run.drafter.num_layers) == ("shallow", 3)
-    assert (block8.name, block8.run.drafter.block_size) == ("block8", 8)
+    assert (block8.run.drafter.block_size, block8.run.loss.gamma) == (8, 4.0)
 
 
 def test_the_numpy_decoder_is_the_one_that_is_tested() -> None:

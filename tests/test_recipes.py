@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.configs.load import load
-from dflash_pipeline.configs.schema import LossConfig, Run
+from dflash_pipeline.configs.schema import Run
 from studies import cost, recipes
 from studies.arms import objective_arms
 from studies.paired import best_arm
@@ -150,9 +150,9 @@ def _interval(arm: dict[str, Any]) -> str:
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
-def test_the_default_objective_is_the_best_of_the_study() -> None:
+def test_the_objective_of_the_preset_is_the_best_of_the_study() -> None:
     found = json.loads((ROOT / "tests/bench/study.json").read_text(encoding="utf-8"))
-    chosen = LossConfig()
+    chosen = load("smollm2", (), {}).loss
     given = {"ce": chosen.ce, "kl": chosen.kl, "slot_weights": chosen.slot_weights}
     (arm,) = (
         one
