@@ -26,7 +26,9 @@ from transformers import (
 )
 
 from dflash_pipeline.capture.answers import Dialogue, answer_seed
+from dflash_pipeline.capture.decode_attention import grouped
 from dflash_pipeline.capture.model import TargetFiles
+from dflash_pipeline.capture.roomy_cache import roomy
 from dflash_pipeline.capture.samples import Message
 from dflash_pipeline.capture.target import Target, compute_dtype
 from dflash_pipeline.capture.template import RenderError, prompt_ids, stop_ids
@@ -161,12 +163,13 @@ class Answerer:
             do_sample=False,
         )
         finite = _Finite(len(prompts), self._device)
-        found_BT = self._model.generate(
-            ids_BT.to(self._device),
-            attention_mask=mask_BT.to(self._device),
-            logits_processor=LogitsProcessorList([finite, *_processors(self._config, seeds)]),
-            stopping_criteria=StoppingCriteriaList([_Teller(longest, self._ends, tell)]),
-        )
+        with grouped(self._model), roomy(self._model):
+            found_BT = self._model.generate(
+                ids_BT.to(self._device),
+                attention_mask=mask_BT.to(self._device),
+                logits_processor=LogitsProcessorList([finite, *_processors(self._config, seeds)]),
+                stopping_criteria=StoppingCriteriaList([_Teller(longest, self._ends, tell)]),
+            )
         found = zip(found_BT[:, longest:].tolist(), rooms, strict=True)
         answers = [_cut(row[:own], self._ends) for row, own in found]
         for key, answer, bad_step in zip(keys, answers, finite.first_bad_B.tolist(), strict=True):

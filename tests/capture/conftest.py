@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tiny_targets import save_target, tiny_model, tiny_tokenizer
@@ -46,3 +47,24 @@ def make_target_dir(
 def target_dir(make_target_dir: Callable[..., Path]) -> Path:
     """A tiny Qwen3."""
     return make_target_dir("qwen3")
+
+
+@pytest.fixture(scope="session")
+def greedy_tokens() -> Callable[[PreTrainedModel], list[list[int]]]:
+    """`greedy_tokens(model)` -> what it answers to a batch of prompts padded on the left."""
+
+    def answered(model: PreTrainedModel) -> list[list[int]]:
+        ids_BT = torch.randint(3, 250, (4, 12), generator=torch.Generator().manual_seed(0))
+        mask_BT = (torch.arange(12) >= torch.tensor([[0], [9], [4], [11]])).long()
+        with torch.inference_mode():
+            found_BT = model.generate(
+                ids_BT,
+                attention_mask=mask_BT,
+                max_new_tokens=40,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return found_BT[:, 12:].tolist()
+
+    return answered

@@ -1,0 +1,104 @@
+"""A cache with room holds what a concatenated one does, without moving it at each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from dflash_pipeline.capture.roomy_cache import ROOM, RoomyLayer, roomy
+
+Tokens = Callable[[PreTrainedModel], list[list[int]]]
+
+
+def test_a_layer_holds_what_the_growing_one_does() -> None:
+    layer, plain = RoomyLayer(), DynamicLayer()
+    generator = torch.Generator().manual_seed(0)
+    places = []
+    for length in (7, *[1] * 80, 3, 0, ROOM + 1, 1):
+        new = [torch.randn((2, 3, length, 4), generator=generator) for _ in range(2)]
+        for found, wanted in zip(layer.update(*new), plain.update(*new), strict=True):
+            assert torch.equal(found, wanted)
+        assert layer.get_seq_length() == plain.get_seq_length()
+        places.append(layer.keys.data_ptr())
+    # moved when full, and not before
+    assert len(set(places[:81])) == 3
+    assert len(set(places[: ROOM + 1])) == 1
+
+
+def test_a_layer_that_was_cut_from_outside_goes_on_with_what_is_left() -> None:
+    layer = RoomyLayer()
+    first = torch.arange(24.0).reshape(1, 1, 6, 4)
+    layer.update(first, -first)
+    before = layer.keys
+    layer.keys, layer.values = layer.keys[:, :, :2], layer.values[:, :, :2]
+    new = torch.full((1, 1, 1, 4), 9.0)
+    key, value = layer.update(new, new)
+    assert torch.equal(key, torch.cat([first[:, :, :2], new], dim=2))
+    assert torch.equal(value, torch.cat([-first[:, :, :2], new], dim=2))
+    assert torch.equal(before, first)
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("llama", {"RoomyLayer"}),
+        ("gemma3", {"RoomyLayer", "DynamicSlidingWindowLayer"}),
+        ("gpt_oss", {"RoomyLayer", "DynamicSlidingWindowLayer"}),
+        # a state of its own, of another class in each transformers
+        ("qwen3_5", None),
+    ],
+)
+def test_padded_batches_are_answered_as_before(
+    family: str,
+    kinds: set[str] | None,
+    make_model: Callable[..., PreTrainedModel],
+    greedy_tokens: Tokens,
+) -> None:
+    model = make_model(family)
+    wanted = greedy_tokens(model)
+    seen: set[str] = set()
+
+    def look(_module: object, _inputs: object, arguments: dict[str, Any]) -> None:
+        for cache in arguments.values():
+            if isinstance(cache, Cache):
+                seen.update(type(layer).__name__ for layer in cache.layers)
+
+    handle = model.get_decoder().register_forward_pre_hook(look, with_kwargs=True)
+    with roomy(model):
+        assert greedy_tokens(model) == wanted
+    assert kinds is None or seen == kinds
+    seen.clear()
+    assert greedy_tokens(model) == wanted
+    assert "RoomyLayer" not in seen
+    handle.remove()
+
+
+class Called(torch.nn.Module):
+    """Gives back the kinds of layers that it was called with."""
+
+    def forward(self, cache: DynamicCache) -> list[type]:
+        return list(map(type, cache.layers))
+
+
+def test_layers_of_a_dynamic_cache_become_roomy_also_when_in_use(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    config = make_model("llama", num_hidden_layers=2).config
+    used, fixed = DynamicCache(config=config), StaticCache(config=config, max_cache_len=4)
+    first, new = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 1, 8)
+    used.update(first, -first, 0)
+    called = Called()
+    with roomy(called):
+        assert called(cache=used) == [RoomyLayer] * 2
+        assert called(cache=fixed) == [StaticLayer] * 2
+    key, value = used.update(new, -new, 0)
+    assert torch.equal(key, torch.cat([first, new], dim=2))
+    assert torch.equal(value, -key)
+    with pytest.raises(TypeError), roomy(called):
+        called(1, 2)
+    assert called(cache=DynamicCache(config=config)) == [DynamicLayer] * 2
