@@ -257,7 +257,8 @@ def test_answers_are_greedy_and_sampled_of_each_prompt_and_held_out_ones_stay_ap
         assert not any(file.partition("_")[0] != split for job in own for file in job.files)
     # a single sampled answer has the id of the greedy one, and no store takes both
     assert min(min(size.samples, size.eval_samples) for size in SIZES.values()) >= 2
-    words = jobs["eval-sampled"].words()
+    assert len(jobs) == len(answer_jobs(SIZES["full"]))
+    words = jobs["eval-sampled-code"].words()
     assert words[words.index("--temperature") + 1] == str(TEMPERATURE)
     assert "--temperature" not in jobs["eval-greedy"].words()
     assert (prompt_of("gsm8k-1#3"), prompt_of("gsm8k-1")) == ("gsm8k-1", "gsm8k-1")
