@@ -35,8 +35,8 @@ EFFICIENCY = 0.25
 TURNS = 1.25
 # assumed: a step of decoding a batch of 512 with its cache, device time with the turns
 DECODE_STEP_S = 0.015
-# measured, of all answers: batches of 1,024, 53 ms a step, and at each step the cache was copied and
-# expanded to all heads; not measured since
+# measured, of all answers: batches of 1,024, 53 ms a step, while each step copied the cache and
+# expanded it to all heads; not measured since
 DATA_BEFORE_S = 326
 # assumed: a process with imports, rehearsal, and compiling or loading the target
 START_S = 30.0
