@@ -1,8 +1,8 @@
 """Attention of one new token over a cache of fewer heads, without the cache expanded first.
 
-transformers before 5.24 copies keys and values to as many heads as queries have, at each step and
-in each layer, wherever there is a padding mask. Here the query heads of a key-value head become the
-rows of one product with it, and SDPA's kernels do the rest: their scores are fp32, as before.
+Where there is a padding mask, transformers (5.17 still, 5.24 no more) copies keys and values to as
+many heads as queries have, at each step and in each layer. Here the query heads of a key-value head
+become the rows of one product with it, and SDPA's kernels do the rest: scores are fp32, as before.
 Letters: B sequences, G key-value heads, R query heads of each, T positions, D head dimension.
 Trap: a mask must be one of all heads, or a row of the product would be masked as another head.
 """
