@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,15 @@ from dflash_pipeline.configs.status import end_status
 from dflash_pipeline.configs.sweep import Variant
 from dflash_pipeline.train.replay import Cycle
 from studies import result, scoring, stages
-from studies.arms import FOLLOWED, Arm, following_arm, objective_arms
+from studies.arms import (
+    BASE_STORE,
+    FOLLOWED,
+    MODES,
+    Arm,
+    following_arm,
+    long_arms,
+    objective_arms,
+)
 from studies.running import (
     TESTS,
     Deadline,
@@ -417,3 +426,27 @@ def test_a_report_reaches_the_place_that_outlives_the_machine(
     assert sorted(path.name for path in out.iterdir()) == ["study.json", "study.md", "study.png"]
     found = json.loads((out / "study.json").read_text(encoding="utf-8"))
     assert found["beside"]["lookup"]["all"] == [2.0]
+
+
+def test_named_arms_are_wanted_alone_with_the_stores_that_they_read(tmp_path: Path) -> None:
+    study = replace(_study(tmp_path), names=("long-dpace", "int8"), objective="kl-gamma")
+    assert [arm.name for arm in study.all_wanted()] == ["long-dpace", "int8"]
+    assert [mode for mode in MODES if mode != BASE_STORE and study._is_wanted(mode)] == ["int8"]
+    int8 = study.wanted()[1]
+    assert (int8.against, int8.settings["loss.slot_weights"]) == ("kl-gamma", "gamma")
+    for run in _runs([int8]):
+        _ended(study, run)
+    assert not study._is_wanted("int8")
+
+
+def test_an_arm_that_is_not_known_yet_is_refused(tmp_path: Path) -> None:
+    study = replace(_study(tmp_path), names=("int8",))
+    with pytest.raises(ValueError, match=r"no arm int8: .*once an objective is chosen or given"):
+        study.all_wanted()
+    assert [arm.name for arm in replace(study, names=("following",)).all_wanted()] == ["following"]
+
+
+def test_long_arms_are_trained_only_where_they_are_named(tmp_path: Path) -> None:
+    names = {arm.name for arm in replace(_study(tmp_path), objective="kl-dpace").all_wanted()}
+    assert "following" in names
+    assert not names & {arm.name for arm in long_arms(SEEDS)}

@@ -2,6 +2,7 @@
 
     python tests/bench/study.py STAGES FOLDER --prompts DIR [--memory DIR] [--seeds 3]
         [--size full|rehearsal|tiny] [--gpus 0-1] [--per-gpu 9] [--minutes 9]
+        [--arms NAME,... [--objective NAME]]
 
 STAGES: `estimate`, `all`, or some of data, store, arms, score and report with commas between them,
 done one after another as far as time goes; `all` is data,store,arms,score,arms,score,report. DIR
@@ -11,8 +12,11 @@ on /dev/shm, half of every store lies there. Run it again to go on: each stage d
 stops in time, and says what is left (exit code 3). What fails is told at the end (exit code 1): no
 run ends another, a stage only those that need all of it. `arms` trains in two rounds: the losses,
 then, once `score` has chosen the best of them, everything that is asked of it, what matters most
-first. `report` writes study.json, study.md and study.png into FOLDER/report, and into $OUT where
-that is set, of whatever is scored by then; so does every `score`, and every line that ends early.
+first. --arms wants these alone, and the stores that they read: of the objectives, `following`, what
+is asked of the best one (of --objective, where it is given), and the long ones, long-gamma and
+long-dpace, which are trained only so. `report` writes study.json, study.md and study.png into
+FOLDER/report, and into $OUT where that is set, of whatever is scored by then; so does every
+`score`, and every line that ends early.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dflash_pipeline.configs.status import process_age_s
 from studies import cost, result
+from studies.arms import objective_arms
 from studies.running import Deadline, OutOfTime
 from studies.sizes import SIZES
 from studies.stages import Study, make_importable, named_stages
@@ -50,12 +55,18 @@ def main() -> int:
         options.per_gpu,
         Deadline(options.minutes, _begin()),
         options.memory.resolve() if options.memory else None,
+        tuple(filter(None, options.arms.split(","))),
+        options.objective,
     )
     if options.stages == ("estimate",):
         num_devices = len(study.devices.ids)
         has_memory = options.memory is not None
         print("\n".join(cost.lines(SIZES[options.size], options.seeds, num_devices, has_memory)))
         return 0
+    try:
+        study.all_wanted()
+    except ValueError as error:
+        sys.exit(f"--arms: {error}")
     study.prepare(options.prompts.resolve() if options.prompts else None)
     os.chdir(study.folder)
     command = shlex.join(["python", "tests/bench/study.py", *sys.argv[1:]])
@@ -117,6 +128,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gpus", default="")
     parser.add_argument("--per-gpu", type=int, default=PER_GPU)
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--arms", default="")
+    parser.add_argument("--objective", choices=[arm.name for arm in objective_arms(())], default="")
     return parser.parse_args()
 
 

@@ -15,6 +15,7 @@ BASE_STORE = "bf16"
 EVAL_STORE = "eval"
 CAP_LAMBDA = 0.1
 """No value was published with CAP; a tenth keeps the entropy term well below the cross-entropy."""
+FOLLOWING = "following"
 LOSSES: Mapping[str, Mapping[str, object]] = {
     "ce": {"loss.ce": 1.0, "loss.kl": 0.0},
     "kl": {"loss.ce": 0.0, "loss.kl": 1.0},
@@ -49,7 +50,7 @@ class Arm:
 
     name: str
     question: str
-    """objective, order, cap, logits, modes or shape."""
+    """objective, order, cap, logits, modes, shape or length."""
     against: str
     """The arm it is paired with; empty: with none of its question."""
     settings: Mapping[str, object]
@@ -103,7 +104,7 @@ def following_arm(seeds: Sequence[int]) -> Arm:
     """`FOLLOWED`, begun while its store is still being captured."""
     (base,) = (one for one in objective_arms(seeds) if one.name == FOLLOWED)
     return Arm(
-        name="following",
+        name=FOLLOWING,
         question="order",
         against=FOLLOWED,
         settings=base.settings,
@@ -162,6 +163,27 @@ def later_arms(best: str, seeds: Sequence[int]) -> list[Arm]:
         for name, changed in shapes.items()
     ]
     return arms
+
+
+def long_arms(seeds: Sequence[int]) -> list[Arm]:
+    """Each weighting of slots with KL, a larger drafter, and fifteen times the blocks."""
+    longer = {
+        "drafter.num_layers": 5,
+        "train.epochs": 6,
+        "train.anchors_per_sample": 96,
+        "train.batch_anchors": 2048,
+        "train.batch_tokens": 32768,
+    }
+    return [
+        Arm(
+            name=f"long-{weights}",
+            question="length",
+            against="" if weights == WEIGHTS[0] else f"long-{WEIGHTS[0]}",
+            settings={**LOSSES["kl"], "loss.slot_weights": weights, **longer},
+            seeds=tuple(seeds),
+        )
+        for weights in WEIGHTS
+    ]
 
 
 def is_of_bf16_logits(run: str) -> bool:

@@ -19,10 +19,7 @@ from studies.arms import (
     EVAL_STORE,
     FOLLOWED,
     Arm,
-    following_arm,
-    later_arms,
     needed_stores,
-    objective_arms,
 )
 from studies.paired import Difference, Score, Unpaired, relative, smallest_mode
 from studies.scoring import LOOKUP, UNTRAINED, score_path
@@ -50,8 +47,7 @@ def write(study: Study, command: str) -> None:
 def gathered(study: Study, command: str) -> dict[str, Any]:
     """Plain JSON values."""
     decision = study.decision()
-    arms = [*objective_arms(study.seeds), following_arm(study.seeds)]
-    arms += later_arms(decision, study.seeds) if decision else []
+    arms = study.all_wanted()
     scores = {arm.name: study.scores(arm) for arm in arms if study.is_known(arm.store)}
     told = {arm.name: _arm(study, arm, scores) for arm in arms if scores.get(arm.name)}
     left = [
@@ -173,7 +169,7 @@ def _decided(
         if one["question"] == "modes":
             try:
                 losses[name] = relative(
-                    scores[name], scores[objective], parts_of(scores[name])[ALL]
+                    scores[name], scores.get(objective, ()), parts_of(scores[name])[ALL]
                 )
             except Unpaired:
                 continue
@@ -275,7 +271,7 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for name, one in found["arms"].items():
-        if one["question"] == "objective":
+        if one["question"] in ("objective", "length"):
             curves = list(one["curve"].values())
             steps = curves[0]["step"]
             length = min(len(each["step"]) for each in curves)

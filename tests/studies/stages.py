@@ -41,12 +41,14 @@ from studies import preparing
 from studies.arms import (
     BASE_STORE,
     EVAL_STORE,
+    FOLLOWING,
     MODES,
     Arm,
     StoreFacts,
     fingerprint,
     following_arm,
     later_arms,
+    long_arms,
     needed_stores,
     objective_arms,
 )
@@ -78,6 +80,10 @@ class Study:
     deadline: Deadline
     memory: Path | None = None
     """A folder on another file system, for half of every store; None: all are in `folder`."""
+    names: tuple[str, ...] = ()
+    """The arms that are wanted, of those that there are; empty: all but the long ones."""
+    objective: str = ""
+    """What the later arms are asked of; empty: the best one, once all are scored."""
     failures: list[str] = field(default_factory=list)
     """Runs that this call could not train, stores that it could not capture, and why."""
 
@@ -124,9 +130,16 @@ class Study:
         meanwhile, as all of this leaves a device idle for most of the time.
         """
         (self.folder / "stores").mkdir(exist_ok=True)
-        job, following = self._capture_job(BASE_STORE), following_arm(self.seeds)
+        job = self._capture_job(BASE_STORE)
         modes = [name for name in MODES if name != BASE_STORE and self._is_wanted(name)]
         others = [self._capture_job(name) for name in (*modes[:1], EVAL_STORE, *modes[1:])]
+        for following in self._following:
+            self._captured_and_followed(job, others, following)
+        self._run([job, *others], self._captures_at_once(0))
+        for name in (BASE_STORE, EVAL_STORE, *modes):
+            self.facts(name)
+
+    def _captured_and_followed(self, job: Job, others: Sequence[Job], following: Arm) -> None:
         if self.num_places < len(self.seeds):
             raise ValueError(
                 f"{len(self.seeds)} runs follow one capture at the same time, {self.num_places} "
@@ -142,9 +155,6 @@ class Study:
                 self.deadline.end_now()
                 raise
             beside.result()
-        self._run([job, *others], self._captures_at_once(0))
-        for name in (BASE_STORE, EVAL_STORE, *modes):
-            self.facts(name)
 
     def _captures_at_once(self, num_beside: int) -> int:
         """How many captures, with so many more beside them."""
@@ -257,7 +267,7 @@ class Study:
                 self._mark(name).unlink()
             for folder in self._mounts(name):
                 shutil.rmtree(self.folder / folder, ignore_errors=True)
-        for arm in [following_arm(self.seeds), *self.wanted()]:
+        for arm in self.all_wanted():
             for run in map(arm.run_name, arm.seeds):
                 if self.is_trained(run):
                     for state in (self.folder / "arms" / run).glob("step-*/state"):
@@ -265,7 +275,7 @@ class Study:
 
     def _is_wanted(self, store: str) -> bool:
         """Whether a run may still be trained on it: before the decision, on every one."""
-        if not self.decision():
+        if not self.names and not self.decision():
             return True
         return any(
             not self.is_trained(arm.run_name(seed))
@@ -310,10 +320,32 @@ class Study:
         """The objectives, and once one of them is chosen, what is asked of it."""
         arms = objective_arms(self.seeds)
         chosen = self.decision()
-        return [*arms, *later_arms(chosen, self.seeds)] if chosen else arms
+        arms += later_arms(chosen, self.seeds) if chosen else []
+        if not self.names:
+            return arms
+        known = {arm.name: arm for arm in [*arms, *long_arms(self.seeds)]}
+        names = [name for name in self.names if name != FOLLOWING]
+        if unknown := [name for name in names if name not in known]:
+            later = "" if chosen else "; others are known once an objective is chosen or given"
+            raise ValueError(
+                f"no arm {', '.join(unknown)}: expected some of {FOLLOWING}, {', '.join(known)}"
+                f"{later}"
+            )
+        return [known[name] for name in names]
+
+    def all_wanted(self) -> list[Arm]:
+        """Those, and the arm that is trained while its store is captured."""
+        return [*self._following, *self.wanted()]
+
+    @property
+    def _following(self) -> list[Arm]:
+        is_wanted = not self.names or FOLLOWING in self.names
+        return [following_arm(self.seeds)] if is_wanted else []
 
     def decision(self) -> str:
-        """The best objective; empty while it is not known."""
+        """The best objective, or the one that is given; empty while it is not known."""
+        if self.objective:
+            return self.objective
         path = self.folder / "decision.json"
         return str(json.loads(path.read_text())["objective"]) if path.exists() else ""
 
@@ -385,9 +417,8 @@ class Study:
     def score(self) -> None:
         """Replay every run that is trained; the decision, once every objective is scored whose
         runs could be trained."""
-        wanted = [following_arm(self.seeds), *self.wanted()]
         runs = [LOOKUP, UNTRAINED]
-        runs += [arm.run_name(seed) for arm in wanted for seed in arm.seeds]
+        runs += [arm.run_name(seed) for arm in self.all_wanted() for seed in arm.seeds]
         objectives = objective_arms(self.seeds)
         names = [arm.run_name(seed) for arm in objectives for seed in arm.seeds]
         # the untrained drafter has the shape of a trained one
