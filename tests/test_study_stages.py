@@ -428,7 +428,10 @@ def test_a_report_reaches_the_place_that_outlives_the_machine(
     assert found["beside"]["lookup"]["all"] == [2.0]
 
 
-def test_named_arms_are_wanted_alone_with_the_stores_that_they_read(tmp_path: Path) -> None:
+def test_named_arms_are_wanted_alone_with_the_stores_that_they_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     study = replace(_study(tmp_path), names=("long-dpace", "int8"), objective="kl-gamma")
     assert [arm.name for arm in study.all_wanted()] == ["long-dpace", "int8"]
     assert [mode for mode in MODES if mode != BASE_STORE and study._is_wanted(mode)] == ["int8"]
