@@ -5,7 +5,7 @@ and a loop of the peers' kind.
 
 Random weights made on the device; conversations of lognormal length (mean 951 tokens, sigma 0.8, at
 most 4,096), 20,000 of them planned. Each part is a process of its own, ended after its limit, and
-may be run alone; all of them take about ten minutes on one H200:
+may be run alone; all of them take about eleven minutes on one H200:
 
     8b        shape of Qwen3-8B: padding of the plan; the bare prefill; ours to --memory (a folder
               in memory) and to --disk as int4 and to --disk as bf16, and the seconds until the
@@ -14,6 +14,8 @@ may be run alone; all of them take about ten minutes on one H200:
               with compiled layers
     0.6b      shape of Qwen3-0.6B: bare and ours to --memory as int4, eager and compiled
     27b       shape of Qwen3.5-27B, three layers of four linear attention: bare and ours
+    rows      shape of Qwen3-8B: the bare prefill of rows of 512, 1,024 and 2,048 tokens alike,
+              eager and compiled, without a store
     memory    what is held after 500 batches of mixed shapes more than after the first 50
 
 Ours is timed from the commit of the second shard to that of the last (`tok_s`), and beside it as
@@ -32,6 +34,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,7 +52,7 @@ from dflash_pipeline.capture.calibrating import calibrated
 from dflash_pipeline.capture.compiled import compile_layers, num_compiled
 from dflash_pipeline.capture.offload import BatchSizes, Offload
 from dflash_pipeline.capture.pack import Packer, index_batch
-from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shapes, shape_of
+from dflash_pipeline.capture.shapes import Shape, extremes, largest_batch, planned_shapes, shape_of
 from dflash_pipeline.capture.shards import Worker
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target
@@ -80,7 +83,9 @@ WAYS: dict[str, list[Way]] = {
     "27b": [("int4", "memory")],
 }
 TRACED = ("8b", "0.6b")
-LIMITS_S = {"8b": 370.0, "0.6b": 110.0, "27b": 150.0, "memory": 50.0}
+LIMITS_S = {"8b": 370.0, "0.6b": 110.0, "27b": 150.0, "rows": 100.0, "memory": 50.0}
+# rows of one length, and how often a batch of them is timed
+ROW_WIDTHS, NUM_ROW_BATCHES = (512, 1024, 2048), 5
 
 
 class Bench:
@@ -143,6 +148,33 @@ def bare_prefill(
         "padding": 1 - num_tokens / sum(count * width for count, width in shapes),
         "batches": len(batches),
     }
+
+
+def equal_rows(bench: Bench, target: Target, way: str) -> None:
+    """The bare prefill of batches whose rows all have one length."""
+    for shape in _row_shapes(bench.sizes):
+        ids_BT = torch.randint(bench.sizes.vocabulary, shape, device=bench.device)
+        seconds = []
+        for _ in range(1 + NUM_ROW_BATCHES):
+            bench.sync()
+            begin = time.perf_counter()
+            target.run(ids_BT, lambda _place, _hidden_BTH: None)
+            bench.sync()
+            seconds.append(time.perf_counter() - begin)
+        # the first one warms up
+        median = statistics.median(seconds[1:])
+        found = {
+            "tok_s": ids_BT.numel() / median,
+            "of_floor": floor_s(bench.sizes, target, [shape]) / median,
+        }
+        bench.tell(f"{shape[0]} x {shape[1]}, {way}", found)
+
+
+def _row_shapes(sizes: Sizes) -> list[Shape]:
+    """Of two thirds of a batch's tokens, as the reference figures are (32,768 at full size)."""
+    budget = sizes.token_budget * 2 // 3
+    widths = [width for width in ROW_WIDTHS if width <= sizes.longest] or [sizes.longest]
+    return [(budget // width, width) for width in widths]
 
 
 def padding(bench: Bench, store: Store) -> dict[str, float]:
@@ -394,7 +426,7 @@ def run_part(name: str, options: argparse.Namespace) -> None:
     """One part, in this process."""
     let_memory_grow(torch.__version__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = "8b" if name == "memory" else name
+    shape = "8b" if name in ("rows", "memory") else name
     if options.tiny:
         shape = "tiny hybrid" if name == "27b" else "tiny"
     # making code for a CPU takes a minute: there the tracer alone is tried
@@ -407,6 +439,12 @@ def run_part(name: str, options: argparse.Namespace) -> None:
                 for parent in (options.disk, options.memory)
             )
         )
+        if name == "rows":
+            target = random_target(bench.sizes, device)
+            equal_rows(bench, target, "eager")
+            compile_layers(target, _row_shapes(bench.sizes), backend=backend)
+            equal_rows(bench, target, "compiled")
+            return
         if name == "memory":
             bench.tell("memory", memory(bench, random_target(bench.sizes, device)))
             return
