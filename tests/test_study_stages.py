@@ -20,7 +20,8 @@ import pytest
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.status import end_status
 from dflash_pipeline.configs.sweep import Variant
-from dflash_pipeline.train.replay import Cycle
+from dflash_pipeline.train.replay import Replayed
+from dflash_pipeline.train.tally import Answer, Cycle
 from studies import result, scoring, stages
 from studies.arms import (
     BASE_STORE,
@@ -288,15 +289,15 @@ class _EvalStore:
         )
 
 
-def _answers_until(stops: int | None, seen: list[int]) -> Callable[..., Callable[[int], list[Any]]]:
-    def answers_of(index: int) -> list[Any]:
-        if index == stops:
-            raise KeyboardInterrupt
-        seen.append(index)
-        cycles = [Cycle(index + 1, index)]
-        return [SimpleNamespace(cycles=cycles, loop_free_cycles=cycles)]
+def _replay_until(stops: int | None, seen: list[int]) -> Callable[..., scoring.Replay]:
+    def replay(samples: Sequence[int]) -> Replayed:
+        for index in samples:
+            if index == stops:
+                raise KeyboardInterrupt
+            seen.append(index)
+            yield index, [Answer(tokens=[1, 2], cycles=[Cycle(index + 1, index)])]
 
-    return lambda *_: answers_of
+    return lambda *_: replay
 
 
 def test_what_was_counted_when_the_time_was_up_is_not_counted_again(
@@ -305,13 +306,13 @@ def test_what_was_counted_when_the_time_was_up_is_not_counted_again(
     (tmp_path / "scores").mkdir()
     store, seen = _EvalStore(), list[int]()
     monkeypatch.setattr(scoring, "held_out", lambda _store: range(4))
-    monkeypatch.setattr(scoring, "_answers_of", _answers_until(2, seen))
+    monkeypatch.setattr(scoring, "_replay_of", _replay_until(2, seen))
     with pytest.raises(KeyboardInterrupt):
         scoring.score(store, tmp_path, "x-s0", "cpu")
     # it is no score yet
     assert not score_path(tmp_path, "x-s0").exists()
     assert not list((tmp_path / "scores").glob("*.json"))
-    monkeypatch.setattr(scoring, "_answers_of", _answers_until(None, seen))
+    monkeypatch.setattr(scoring, "_replay_of", _replay_until(None, seen))
     scoring.score(store, tmp_path, "x-s0", "cpu")
     assert seen == [0, 1, 2, 3]
     found = scoring.read_answers(tmp_path, "x-s0")["answers"]

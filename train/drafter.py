@@ -4,8 +4,8 @@ Its one trap: the context is the *same* tensor for every layer. It passes throug
 `hidden_norm` once and through no layer's input norm; only keys and values are made of it.
 
 Shape letters: N packed tokens, K captured layers, H hidden, Q = anchors x slots, S slots of one
-block, E query heads, G key/value heads, D width of a head, B texts drafted for together, X keys
-of the longest.
+block, E query heads, G key/value heads, D width of a head, B texts drafted for together, A blocks
+of each, X keys of the longest.
 Contract: arXiv 2602.06036 and z-lab's `dflash/model.py`.
 """
 
@@ -193,65 +193,79 @@ class Drafter(nn.Module):
         `keys_values`: of each layer [B, X, G, D]; text b has the first num_context_B[b] of X
         positions, and its block begins at the next one.
         """
-        num_texts, num_slots = block_BSH.shape[:2]
-        device = block_BSH.device
-        start_B = torch.tensor(num_context_B, device=device)
-        position_BS = start_B[:, None] + torch.arange(num_slots, device=device)
-        turn_Q = self.rotary(position_BS.flatten(), block_BSH.dtype)
-        attend = _BlockAttention(self.shape.sliding_window, num_context_B, start_B, num_slots)
-        block_QH = block_BSH.flatten(0, 1)
+        num_context_BA = [[num_context] for num_context in num_context_B]
+        return self.draft_blocks(keys_values, num_context_BA, block_BSH[:, None])[:, 0]
+
+    def draft_blocks(
+        self,
+        keys_values: Sequence[KeyValue],
+        num_context_BA: Sequence[Sequence[int]],
+        block_BASH: Tensor,
+    ) -> Tensor:
+        """The same of A blocks a text, of which each sees a context of its own and no other block.
+
+        Block a of text b begins at position num_context_BA[b][a], after the positions before it.
+        """
+        num_slots, device = block_BASH.shape[2], block_BASH.device
+        start_BA = torch.tensor(num_context_BA, device=device)
+        position_BAS = start_BA[:, :, None] + torch.arange(num_slots, device=device)
+        turn_Q = self.rotary(position_BAS.flatten(), block_BASH.dtype)
+        attend = _BlockAttention(self.shape.sliding_window, num_context_BA, position_BAS)
+        block_QH = block_BASH.flatten(0, 2)
         for layer, context_BXGD in zip(self._layers(), keys_values, strict=True):
             block_QH = layer(block_QH, turn_Q, context_BXGD, attend)
         normed_QH: Tensor = self.norm(block_QH)
-        return normed_QH.view(num_texts, num_slots, -1)
+        return normed_QH.view(block_BASH.shape)
 
     def _layers(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
 
 class _BlockAttention:
-    """A block of each text, which may see its whole context; on sliding layers what the window
-    leaves of it, and no later slot. Its context comes as [B, X, G, D]."""
+    """Blocks of each text, which may see the whole context before them; on sliding layers what the
+    window leaves of it, and no later slot. Context comes as [B, X, G, D]."""
 
     def __init__(
-        self, window: int, num_context_B: Sequence[int], start_B: Tensor, num_slots: int
+        self, window: int, num_context_BA: Sequence[Sequence[int]], position_BAS: Tensor
     ) -> None:
-        self._window, self._start_B, self._num_slots = window, start_B, num_slots
-        self._num_context = set(num_context_B)
+        self._window, self._position_BAS = window, position_BAS
+        self._num_context = {tuple(of_text) for of_text in num_context_BA}
+        self._visible: dict[str, Tensor | None] = {}
 
     def __call__(
         self, layer_type: str, query_QED: Tensor, context_NGD: KeyValue, block_QGD: KeyValue
     ) -> Tensor:
-        size = (len(self._start_B), self._num_slots)
+        num_texts, num_blocks, num_slots = self._position_BAS.shape
+        size = (num_texts, num_blocks * num_slots)
         key_BXGD, value_BXGD = (
             torch.cat((context_BXGD, block.unflatten(0, size)), dim=1)
             for context_BXGD, block in zip(context_NGD, block_QGD, strict=True)
         )
-        visible = self._visible(layer_type == SLIDING, context_NGD[0].shape[1])
+        if layer_type not in self._visible:
+            room = context_NGD[0].shape[1]
+            self._visible[layer_type] = self._made_visible(layer_type == SLIDING, room)
         return grouped_attention(
-            query_QED.unflatten(0, size), key_BXGD, value_BXGD, visible
+            query_QED.unflatten(0, size), key_BXGD, value_BXGD, self._visible[layer_type]
         ).flatten(0, 1)
 
-    def _visible(self, is_sliding: bool, room: int) -> Tensor | None:
-        """[B, 1, S, X + S]; None: all of it."""
-        if self._num_context == {room} and not is_sliding:
+    def _made_visible(self, is_sliding: bool, room: int) -> Tensor | None:
+        """[B, 1, Q, X + Q], Q = A x S of a text; None: all of it."""
+        if self._num_context == {(room,)} and not is_sliding:
             return None
-        device = self._start_B.device
-        slot_S = torch.arange(self._num_slots, device=device)
+        num_texts, num_blocks, num_slots = self._position_BAS.shape
+        device = self._position_BAS.device
         place_X = torch.arange(room, device=device)
-        start_B1 = self._start_B[:, None]
-        # of each column the position, and whether there is anything
-        place_BX = torch.cat((place_X.expand(len(start_B1), -1), start_B1 + slot_S), dim=1)
-        is_there_BX = torch.cat(
-            (place_X < start_B1, torch.ones_like(start_B1 + slot_S, dtype=torch.bool)), dim=1
-        )
-        visible_BSX = is_there_BX[:, None].expand(-1, self._num_slots, -1)
+        slot_S = torch.arange(num_slots, device=device)
+        context_BASX = (place_X < self._position_BAS[:, :, :1, None]).expand(-1, -1, num_slots, -1)
+        own_SS = torch.ones(num_slots, num_slots, dtype=torch.bool, device=device)
         if is_sliding:
-            own_BS1 = (start_B1 + slot_S)[:, :, None]
-            place_B1X = place_BX[:, None]
-            in_window = (place_B1X <= own_BS1) & (place_B1X > own_BS1 - self._window)
-            visible_BSX = visible_BSX & in_window
-        return visible_BSX[:, None]
+            context_BASX = context_BASX & (place_X > self._position_BAS[..., None] - self._window)
+            own_SS = (slot_S <= slot_S[:, None]) & (slot_S > slot_S[:, None] - self._window)
+        block_AA = torch.eye(num_blocks, dtype=torch.bool, device=device)
+        own_ASAS = block_AA[:, None, :, None] & own_SS[:, None]
+        own_QQ = own_ASAS.flatten(2, 3).flatten(0, 1)
+        context_BQX = context_BASX.flatten(1, 2)
+        return torch.cat((context_BQX, own_QQ.expand(num_texts, -1, -1)), dim=2)[:, None]
 
 
 def dense_attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,11 +21,11 @@ from dflash_pipeline.train.fits import check_fits, check_layers, say_if_foreign
 from dflash_pipeline.train.head import TargetHead
 from dflash_pipeline.train.loading import Checkpoint
 from dflash_pipeline.train.remembered import check_rendering, rendering
-from dflash_pipeline.train.replay import held_out, replayed, replayed_lookup
+from dflash_pipeline.train.replay import Replayed, held_out, replayed, replayed_lookup
 from dflash_pipeline.train.report import Arm, Pace, Report, Scored, scored
 from dflash_pipeline.train.results import LOOKUP, REPLAY, TRAINED, UNTRAINED, settings
 from dflash_pipeline.train.selection import none_held_out
-from dflash_pipeline.train.tally import Answer, Tally
+from dflash_pipeline.train.tally import Tally
 
 
 def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Report:
@@ -54,10 +54,10 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
     head = TargetHead.from_store(store, shape, place.device, dtype)
     trained, untrained = drafters(checkpoint, run.eval.seed, place.device, dtype)
     cut, ngram, num_drafts = run.eval.max_new_tokens, run.eval.lookup_ngram, shape.block_size - 1
-    runners: dict[str, Callable[[int], list[Answer]]] = {
-        TRAINED: lambda index: replayed(store, index, trained, head, shape, cut),
-        UNTRAINED: lambda index: replayed(store, index, untrained, head, shape, cut),
-        LOOKUP: lambda index: replayed_lookup(store, index, num_drafts, ngram, cut),
+    runners: dict[str, Callable[[Sequence[int]], Replayed]] = {
+        TRAINED: lambda indices: replayed(store, indices, trained, head, cut),
+        UNTRAINED: lambda indices: replayed(store, indices, untrained, head, cut),
+        LOOKUP: lambda indices: replayed_lookup(store, indices, num_drafts, ngram, cut),
     }
     num_samples = sum(len(indices) for indices in samples.values())
     arms, taus, num_done = dict[str, Arm](), dict[str, float](), 0
@@ -66,9 +66,9 @@ def by_replay(run: Run, place: Place, checkpoint: Checkpoint, log: RunLog) -> Re
         pooled = Tally(num_drafts=num_drafts)
         for domain, indices in sorted(samples.items()):
             began = time.perf_counter()
-            for index in indices:
+            for index, answers in runner(indices):
                 key = store.table.key(index)
-                prompts.append(scored(key, domain, runner(index), num_drafts))
+                prompts.append(scored(key, domain, answers, num_drafts))
                 num_done += 1
                 pooled.merge(prompts[-1].whole)
                 taus[f"tau_{name}"] = pooled.tau

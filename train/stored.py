@@ -1,6 +1,6 @@
 """Stored rows of any mode -> features of the compute type, on the device that the rows are on.
 
-Letters: N rows, T positions of a sample, K captured layers, H hidden, Z bytes of a stored row.
+Letters: N rows, B samples, K captured layers, H hidden, Z bytes of a stored row.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -72,41 +73,58 @@ class StoredRows:
         return feature_NKH
 
 
-def check_usable(
-    store: Store, index: int, layer_ids: Sequence[int], rows_TKZ: Tensor, feature_TKH: Tensor
-) -> None:
-    """UnusableRows that names the sample where a row is not finite, empty, or beyond all that the
-    capture of its shard saw: what `dflash verify --deep` finds too, without its checksums.
+def unusable(
+    store: Store,
+    samples: Sequence[int],
+    lengths: Sequence[int],
+    layer_ids: Sequence[int],
+    rows_NKZ: Tensor,
+    feature_NKH: Tensor,
+) -> dict[int, UnusableRows]:
+    """Which samples have a row that is not finite, empty, or beyond all that the capture of its
+    shard saw: what `dflash verify --deep` finds too, without its checksums.
 
-    `rows_TKZ`: the stored rows, as bytes; `feature_TKH`: what `StoredRows.hidden` of these layers
-    made of them, of which it may have read a part. Waits for the device once.
+    `rows_NKZ`: the stored rows of all samples, one after another, as bytes; `feature_NKH`: what
+    `StoredRows.hidden` of these layers made of them, of which it may have read a part. Waits for
+    the device once.
     """
-    spec, shard_id = store.spec, store.table.shard_id(index)
-    record = store.commit_of(shard_id)
-    assert record is not None, "its rows were read"
-    columns = [spec.layer_ids.index(layer_id) for layer_id in layer_ids]
-    amax_K = bf16_to_float32(bf16_bits(np.asarray(record.amax)[columns]))
-    bound_K = amax_K * np.float32(_SLACK[spec.hidden_mode])
+    columns = [store.spec.layer_ids.index(layer_id) for layer_id in layer_ids]
+    slack = np.float32(_SLACK[store.spec.hidden_mode])
+    amax_BK = np.stack([_amax(store, index)[columns] for index in samples])
+    bound_BK = amax_BK * slack
     if store.calibration.hidden:
         centres = [store.calibration.hidden[column].centre_H for column in columns]
         # what is rotated is x - centre
-        bound_K += _SLACK[spec.hidden_mode] * np.abs(bf16_to_float32(np.stack(centres))).max(1)
-    peak_TK = feature_TKH.abs().amax(-1).float()
-    is_empty_TK = (peak_TK == 0) | (rows_TKZ[:, columns].amax(-1) == 0)
+        bound_BK += slack * np.abs(bf16_to_float32(np.stack(centres))).max(1)
+    bound_NK = torch.from_numpy(np.repeat(bound_BK, lengths, axis=0)).to(feature_NKH.device)
+    peak_NK = feature_NKH.abs().amax(-1).float()
+    is_empty_NK = (peak_NK == 0) | (rows_NKZ[:, columns].amax(-1) == 0)
     # written so that NaN is beyond every bound
-    is_bad_TK = ~(peak_TK <= torch.from_numpy(bound_K).to(peak_TK.device)) | is_empty_TK
-    if not is_bad_TK.any():
-        return
-    position, column = is_bad_TK.nonzero()[0].tolist()
-    peak = float(peak_TK[position, column])
-    what = f"a value of {peak:g}, where its capture saw {float(amax_K[column]):g} at most,"
-    if not np.isfinite(peak):
-        what = "NaN or Inf"
-    elif is_empty_TK[position, column]:
-        what = "an all-zero row"
-    raise UnusableRows(
-        f"sample {index} ({store.table.key(index)}, shard {shard_id} of {store.path}) has {what} "
-        f"at token {position} of layer {layer_ids[column]}: its tau would be of damaged rows. "
-        f"dflash verify --deep {store.path} names all that is damaged, --repair has it captured "
-        "again"
-    )
+    is_bad_NK = ~(peak_NK <= bound_NK) | is_empty_NK
+    found: dict[int, UnusableRows] = {}
+    end_B = np.cumsum(lengths)
+    for row, column in is_bad_NK.nonzero().tolist():
+        number = int(np.searchsorted(end_B, row, side="right"))
+        index, position = samples[number], row - int(end_B[number]) + lengths[number]
+        if index in found:
+            continue
+        peak, largest = float(peak_NK[row, column]), float(amax_BK[number, column])
+        what = f"a value of {peak:g}, where its capture saw {largest:g} at most,"
+        if not np.isfinite(peak):
+            what = "NaN or Inf"
+        elif is_empty_NK[row, column]:
+            what = "an all-zero row"
+        found[index] = UnusableRows(
+            f"sample {index} ({store.table.key(index)}, shard {store.table.shard_id(index)} of "
+            f"{store.path}) has {what} at token {position} of layer {layer_ids[column]}: its tau "
+            f"would be of damaged rows. dflash verify --deep {store.path} names all that is "
+            "damaged, --repair has it captured again"
+        )
+    return found
+
+
+def _amax(store: Store, index: int) -> npt.NDArray[np.float32]:
+    """The largest value of each layer that the capture of a sample's shard saw."""
+    record = store.commit_of(store.table.shard_id(index))
+    assert record is not None, "its rows were read"
+    return bf16_to_float32(bf16_bits(np.asarray(record.amax)))

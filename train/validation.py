@@ -13,13 +13,9 @@ from dataclasses import replace
 import torch
 
 from dflash_pipeline.train.checkpoint import Progress
-from dflash_pipeline.train.replay import held_out, replay
+from dflash_pipeline.train.replay import held_out, replayed
 from dflash_pipeline.train.selection import kept_samples
 from dflash_pipeline.train.setup import Training
-from dflash_pipeline.train.stored import UnusableRows
-
-# samples between two signs of life
-_BEAT_SAMPLES = 8
 
 
 def validate(training: Training, beat: Callable[[int], None]) -> None:
@@ -61,26 +57,29 @@ def _replayed(training: Training, beat: Callable[[int], None]) -> tuple[float, i
     chosen = listed[: training.run.train.validate_samples]
     if not chosen:
         return 0.0, 0
-    totals = torch.zeros(2, dtype=torch.float64, device=training.metrics.sums.device)
-    drafter = training.drafter
+    num_kept = num_cycles = 0
     for number, store in enumerate(stores):
         if group.rank:
             # to read what rank 0 has seen
             store.refresh()
         own = [sample for owner, sample in chosen[group.rank :: group.world] if owner == number]
-        for begin in range(0, len(own), _BEAT_SAMPLES):
-            for sample in own[begin : begin + _BEAT_SAMPLES]:
-                try:
-                    tally = replay(store, [sample], drafter, training.head, drafter.shape, None)
-                except UnusableRows as error:
-                    training.journal.left_out(step, str(error))
-                    continue
-                totals[0] += tally.num_kept
-                totals[1] += tally.num_cycles
+        for _, answers in replayed(
+            store,
+            own,
+            training.drafter,
+            training.head,
+            None,
+            lambda error: training.journal.left_out(step, str(error)),
+        ):
+            cycles = [cycle for answer in answers for cycle in answer.cycles]
+            num_kept += sum(cycle.kept for cycle in cycles)
+            num_cycles += len(cycles)
             beat(step)
+    device = training.metrics.sums.device
+    totals = torch.tensor([num_kept, num_cycles], dtype=torch.float64, device=device)
     group.add_up(totals)
-    num_kept, num_cycles = totals.tolist()
-    return num_kept / max(num_cycles, 1), int(num_cycles)
+    num_kept, num_cycles = map(int, totals.tolist())
+    return num_kept / max(num_cycles, 1), num_cycles
 
 
 def _is_used(training: Training, number: int, sample: int) -> bool:

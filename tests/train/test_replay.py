@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,20 @@ from dflash_pipeline.store.rows import encode
 from dflash_pipeline.store.spec import Attributes, Layout, ShardId, StoreSpec
 from dflash_pipeline.store.table import build_table, teacher_positions, valid_anchors
 from dflash_pipeline.store.writer import StoreWriter
+from dflash_pipeline.train import replay as replay_module
 from dflash_pipeline.train.decode import Task, decode, decode_plainly
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.drafting import LookupDrafting, ModelDrafting, as_stored
 from dflash_pipeline.train.head import TargetHead
-from dflash_pipeline.train.mask import Visibility, grouped_attend
-from dflash_pipeline.train.replay import answer_runs, held_out, replay, replayed_lookup, walk
+from dflash_pipeline.train.mask import Visibility, dense_attend, grouped_attend
+from dflash_pipeline.train.replay import (
+    answer_runs,
+    held_out,
+    replay,
+    replayed,
+    replayed_lookup,
+    walk,
+)
 from dflash_pipeline.train.shape import DrafterShape
 from dflash_pipeline.train.stored import UnusableRows
 from dflash_pipeline.train.tally import Answer, Cycle, Tally
@@ -261,7 +269,7 @@ def test_replay_takes_decodings_own_cycles(world: World) -> None:
         assert answer.tokens == plain.tokens
         decoded = Tally(num_drafts=4)
         decoded.add(answer.cycles)
-        replayed = replay(world.store, [index], world.drafter, world.head, world.shape, None)
+        replayed = replay(world.store, [index], world.drafter, world.head, None)
         assert replayed == decoded
         sum_kept += sum(cycle.accepted > 0 for cycle in answer.cycles)
     # else the test would hold for any drafter
@@ -277,8 +285,90 @@ def test_replay_cuts_answers_as_decoding_does(world: World) -> None:
             (answer,) = decode(world.decoder, drafting, [task], EOS)
             decoded.add(answer.cycles)
         samples = range(len(world.prompts))
-        found = replay(world.store, samples, world.drafter, world.head, world.shape, max_new_tokens)
+        found = replay(world.store, samples, world.drafter, world.head, max_new_tokens)
         assert found == decoded
+
+
+def plainly(
+    store: Store, index: int, drafter: Drafter, head: TargetHead, max_new_tokens: int | None
+) -> list[Answer]:
+    """The answers of a sample one by one and block by block, every row against every key."""
+    shape, sample = drafter.shape, store.sample(index)
+    ids_T = torch.from_numpy(sample.ids_T.astype(np.int64))
+
+    def propose(anchor: int) -> list[int]:
+        ids_S = torch.full((shape.block_size,), shape.mask_token_id)
+        ids_S[0] = ids_T[anchor]
+        anchor_A = torch.tensor([anchor], dtype=torch.int32)
+        visibility = Visibility(
+            anchor_A, torch.zeros_like(anchor_A), anchor, shape.block_size, shape.sliding_window
+        )
+        hidden_SH = drafter(
+            drafter.context(torch.from_numpy(sample.hidden_TKH[:anchor])),
+            torch.arange(anchor),
+            head.embed(ids_S),
+            anchor + torch.arange(shape.block_size),
+            dense_attend({kind: visibility.dense(kind) for kind in shape.layer_types}),
+        )
+        return head.logits(hidden_SH[1:]).argmax(-1).tolist()
+
+    ids = ids_T.tolist()
+    return [
+        Answer(tokens=ids[start:end], cycles=walk(ids, start, end, propose))
+        for start, end in answer_runs(sample.mask_T, max_new_tokens)
+    ]
+
+
+class Turns:
+    """The store as if some of its tokens were no answer: then a sample has several, short ones
+    among them, or none."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        ids_T, mask_T = self._store.tokens(index)
+        mask_T = mask_T.copy()
+        begin = int(mask_T.argmax())
+        # answers of 1, 5 and the other tokens; of 4 and the others; none; of 1 and all
+        for first, end in {0: [(1, 2), (7, 12)], 1: [(4, 5)], 2: [(0, 64)], 3: []}[index]:
+            mask_T[begin + first : begin + end] = 0
+        # nothing stands before it: an answer begins behind it at the earliest
+        mask_T[:2] |= index == 3
+        return ids_T, mask_T
+
+    def sample(self, index: int) -> Any:
+        ids_T, mask_T = self.tokens(index)
+        return replace(self._store.sample(index), ids_T=ids_T, mask_T=mask_T)
+
+
+@pytest.mark.parametrize("max_new_tokens", [None, 1, 6])
+@pytest.mark.parametrize(
+    ("num_blocks", "num_neighbours", "most_bytes"),
+    # as shipped; less than a sample each, of more rows than a batch may have, so alone and a
+    # logit at a time; two batches of two
+    [(128, 16, 1 << 29), (1, 3, 1), (4, 2, 1 << 29), (2, 16, 1 << 29)],
+)
+def test_answers_walked_together_are_those_walked_alone(
+    num_blocks: int,
+    num_neighbours: int,
+    most_bytes: int,
+    max_new_tokens: int | None,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay_module, "_CPU_BLOCKS", num_blocks)
+    monkeypatch.setattr(replay_module, "_MOST_NEIGHBOURS", num_neighbours)
+    monkeypatch.setattr(replay_module, "_MOST_BYTES", most_bytes)
+    store: Any = Turns(world.store)
+    arguments = (world.drafter, world.head, max_new_tokens)
+    found = list(replayed(store, [3, 1, 0, 2], *arguments))
+    assert found == [(index, plainly(store, index, *arguments)) for index in (3, 1, 0, 2)]
+    assert [len(answers) for _, answers in found] == [2, 2, 3, 0]
+    assert max_new_tokens or [len(answer.tokens) for answer in found[2][1]][:2] == [1, 5]
 
 
 def test_lookup_replays_its_decoding(world: World) -> None:
@@ -287,9 +377,9 @@ def test_lookup_replays_its_decoding(world: World) -> None:
         task = Task(ids_T=prompt_T, max_new_tokens=NUM_NEW)
         decoded.add(decode(world.decoder, LookupDrafting(4, 2), [task], EOS)[0].cycles)
     found = Tally(num_drafts=4)
-    for index, plain in enumerate(world.answers):
-        (answer,) = replayed_lookup(world.store, index, 4, 2, None)
-        assert answer.tokens == plain.tokens
+    samples = range(len(world.answers))
+    for index, (answer,) in replayed_lookup(world.store, samples, 4, 2, None):
+        assert answer.tokens == world.answers[index].tokens
         found.add(answer.cycles)
     assert found == decoded
     assert decoded.num_kept > decoded.num_cycles
@@ -298,14 +388,14 @@ def test_lookup_replays_its_decoding(world: World) -> None:
 def test_a_layer_that_is_not_its_own_lowers_acceptance(world: World) -> None:
     """The walk reads the drafter's layers, not the store's first ones."""
     shape = drafter_of()
-    right = replay(world.store, range(4), world.drafter, world.head, shape, None)
+    right = replay(world.store, range(4), world.drafter, world.head, None)
     swapped = Drafter(shape)
     swapped.load_state_dict(world.drafter.state_dict())
     swapped.fc[0].weight.data, swapped.fc[1].weight.data = (
         swapped.fc[1].weight.data,
         swapped.fc[0].weight.data,
     )
-    wrong = replay(world.store, range(4), swapped, world.head, shape, None)
+    wrong = replay(world.store, range(4), swapped, world.head, None)
     assert wrong.tau < right.tau
 
 
@@ -326,7 +416,12 @@ def test_a_sample_that_is_not_finite_is_named_and_no_tau_is_given(
     with place.file.open("r+b") as file:
         file.seek(place.offset + place.num_bytes - 2)
         file.write(bits.to_bytes(2, "little"))
-    arguments = (world.drafter, world.head, world.shape, None)
+    arguments = (world.drafter, world.head, None)
     with pytest.raises(UnusableRows, match=r"sample 2 \(s2, shard b0/0 .* has NaN or Inf at token"):
         replay(store, range(4), *arguments)
-    assert replay(store, [0, 1, 3], *arguments) == replay(world.store, [0, 1, 3], *arguments)
+    # the others of its batch are replayed as if it were not there
+    told: list[UnusableRows] = []
+    found = list(replayed(store, range(4), *arguments, told.append))
+    assert found == list(replayed(world.store, [0, 1, 3], *arguments))
+    (error,) = told
+    assert str(error).startswith("sample 2 (s2, ")

@@ -33,7 +33,7 @@ from dflash_pipeline.train.follow import Order
 from dflash_pipeline.train.group import Group
 from dflash_pipeline.train.order import Position, catalog
 from dflash_pipeline.train.shape import DrafterShape
-from dflash_pipeline.train.stored import StoredRows, UnusableRows, check_usable
+from dflash_pipeline.train.stored import StoredRows, UnusableRows, unusable
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(
@@ -101,7 +101,10 @@ def test_a_batch_holds_what_the_store_decodes(
 def _check(store: Store, index: int, layer_ids: tuple[int, ...], dtype: torch.dtype) -> None:
     rows_TKZ = torch.from_numpy(np.array(store.hidden(index)))
     feature_TKH = StoredRows.hidden(store, layer_ids, CPU).decode(rows_TKZ, dtype)
-    check_usable(store, index, layer_ids, rows_TKZ, feature_TKH)
+    for error in unusable(
+        store, [index], [len(rows_TKZ)], layer_ids, rows_TKZ, feature_TKH
+    ).values():
+        raise error
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,8 +17,8 @@ from dflash_pipeline.store.spec import ShardId
 from dflash_pipeline.train import validation
 from dflash_pipeline.train.checkpoint import Progress, at_the_beginning
 from dflash_pipeline.train.group import Group
-from dflash_pipeline.train.replay import held_out
-from dflash_pipeline.train.tally import Tally
+from dflash_pipeline.train.replay import Replayed, held_out
+from dflash_pipeline.train.tally import Answer, Cycle
 from dflash_pipeline.train.validation import is_on_plateau, judged
 
 BEGIN = at_the_beginning(9)
@@ -57,11 +57,11 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The samples that a validation replays, in turn; each has one cycle."""
     samples: list[int] = []
 
-    def replay(_store: Store, own: list[int], *_rest: Any) -> Tally:
+    def replayed(_store: Store, own: list[int], *_rest: Any) -> Replayed:
         samples.extend(own)
-        return Tally(num_drafts=3, num_cycles=len(own))
+        return iter([(index, [Answer(tokens=[1, 2], cycles=[Cycle(1, 0)])]) for index in own])
 
-    monkeypatch.setattr(validation, "replay", replay)
+    monkeypatch.setattr(validation, "replayed", replayed)
     return samples
 
 
