@@ -34,8 +34,8 @@ Runs = Sequence[tuple[int, int]]
 Replayed = Iterator[tuple[int, list[Answer]]]
 """Samples in the order that they were asked for, each with its answers."""
 
-# blocks of a pass: a GPU is to be kept busy, on a CPU each costs its time, and a walk uses one in
-# tau of neighbours
+# blocks of a pass. A GPU is to be kept busy (how many do is assumed, not measured); on a CPU each
+# costs time, and a walk uses one in tau of neighbours: 64 to 128 cost the least there
 _GPU_BLOCKS, _CPU_BLOCKS = 512, 128
 # of one sample: all blocks of a pass are keys to each other, though hidden ones
 _MOST_NEIGHBOURS = 16

@@ -143,6 +143,15 @@ def test_one_block_with_kept_keys_equals_the_contract(any_shape: DrafterShape) -
         (hidden_BSH[1], shorter),
     ):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    # of several blocks each sees the context before it, and no other block
+    contexts = [[11, 4, 4], [0, 3, 2]]
+    block_BASH = torch.randn(2, 3, 4, 8)
+    found_BASH = drafter.draft_blocks(keys_values, contexts, block_BASH)
+    for text, of_text in enumerate(contexts):
+        for number, anchor in enumerate(of_text):
+            block_SH = block_BASH[text, number]
+            expected = _by_hand(drafter, feature_TKH[:anchor], anchor, block_SH)
+            torch.testing.assert_close(found_BASH[text, number], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_without_context_is_qwen3s_own(shape: DrafterShape) -> None:
