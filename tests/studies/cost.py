@@ -42,7 +42,8 @@ DATA_BEFORE_S = 326
 START_S = 30.0
 # assumed: a tenth of the 0.16 s of a core that an answer took while each was replayed alone
 # (measured on an H200: 22 runs of 2,080 answers by 22 processes in 460 s). Replayed together, they
-# are a twelfth of the operations (counted on a CPU); that way was not measured on a GPU yet
+# are 151 operations an answer in place of 1,707 (toy drafter, passes of 512 blocks, counted on a
+# CPU); that way was not measured on a GPU yet
 REPLAY_S = 0.016
 # assumed: the rate that each of three captures keeps beside the others and three trainers
 CAPTURE_SHARE = 0.7
