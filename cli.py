@@ -167,7 +167,8 @@ def capture(context: click.Context, gpus: str, share_gpu: bool, plan: bool) -> i
         return end(capturing.count(run, devices), again, this_line())
     code = capturing.capture(run, mounts[0], devices, share_gpu)
     whole = ",".join(mounts)
-    usual = following.line(context, train, {"train.stores": (whole,)})
+    line = following.line(context, train, {"train.stores": (whole,)})
+    usual = following.for_rows(line, run.store.last_mode, run.loss)
     return end(code, lambda: training_on(whole, usual), this_line())
 
 
@@ -212,6 +213,7 @@ def plan(
     run = resolve(context)
     store, *_ = capturing.check(run)
     measuring.check_measurement(context, measurement)
+    measuring.check_loss(run)
     glance.check_data(run, lambda text: click.echo(text, err=as_json))
     glance.check_capture(run, only_count=True)
     devices, sides = measuring.planned_devices(gpus, capture_gpus, train_gpus)

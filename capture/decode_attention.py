@@ -29,7 +29,7 @@ _functions: Any = ALL_ATTENTION_FUNCTIONS
 @contextmanager
 def grouped(model: nn.Module) -> Iterator[None]:
     """Within it the model's `sdpa` attention is this one where it can be; other models, and other
-    implementations than `sdpa`, do not see it."""
+    implementations than `sdpa`, do not see it. In one thread: the functions are the process's."""
     plain: Attention = _functions["sdpa"]
     own = frozenset(map(id, model.modules()))
 

@@ -72,7 +72,8 @@ class _Room:
 
     def appended(self, old: torch.Tensor, new_BGTD: torch.Tensor) -> torch.Tensor:
         """`old` with new positions behind it; copied where it is not what was given last."""
-        begin = old.shape[2] if old.numel() else 0
+        # one that was never filled has one dimension; one of no channels is filled all the same
+        begin = old.shape[2] if old.ndim > 1 else 0
         end = begin + new_BGTD.shape[2]
         buffer = self._buffer
         if buffer is None or old is not self._given or end > buffer.shape[2]:

@@ -20,7 +20,7 @@ from dflash_pipeline.configs.inputs import is_free_for_run
 from dflash_pipeline.configs.load import is_file_in_use, load
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import SchemaOption, config_of, does_read, given, sets_of
-from dflash_pipeline.configs.schema import PACKAGED, Run, TargetConfig
+from dflash_pipeline.configs.schema import CE_ALONE, PACKAGED, LossConfig, Run, TargetConfig
 
 Following = str | Callable[[], str]
 
@@ -134,7 +134,21 @@ def training_line(store: str, captured: Mapping[str, object]) -> str:
     config = recorded.config_of(captured)
     out = _other_directory(config, ())
     found = ["dflash", "train", "--store", store, *(["--out", out] if out else [])]
-    return shlex.join([*found, *(["--config", config] if config else [])])
+    line = shlex.join([*found, *(["--config", config] if config else [])])
+    try:
+        loss = load(config, (), {}).loss
+    except UsageError:
+        # of a file that the command which asks does not need
+        return line
+    rows = captured.get("store")
+    return for_rows(line, rows.get("last_mode") if isinstance(rows, dict) else "", loss)
+
+
+def for_rows(line: str, last_mode: object, loss: LossConfig) -> str:
+    """A line that trains with `loss`, or with cross-entropy where the store lacks what it needs."""
+    if last_mode != "none" or not loss.needs_last:
+        return line
+    return " ".join([line, *(f"--set {text}" for text in CE_ALONE)])
 
 
 def training_on_open(store: str, captured: Mapping[str, object]) -> str:

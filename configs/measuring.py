@@ -32,7 +32,7 @@ from dflash_pipeline.configs.load import differences, from_dict, to_dict
 from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.options import refuse_unheeded
 from dflash_pipeline.configs.prediction import Predictor
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import CE_ALONE, Run
 from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.configs.screen import Lines
 from dflash_pipeline.configs.stage import ONE_CPU, scratch_logs
@@ -107,6 +107,17 @@ def check_measurement(context: click.Context, measurement: str) -> None:
         refuse_unheeded(context, ("--share-gpu",), why)
     elif measurement:
         inputs.check_out_file(measurement, "--measurement")
+
+
+def check_loss(run: Run) -> None:
+    """UsageError for a store without what the loss needs, before minutes of measuring its target:
+    training would be refused then."""
+    if run.store.last_mode == "none" and run.loss.needs_last:
+        raise UsageError(
+            f"loss.kl is {run.loss.kl:g} and loss.tv {run.loss.tv:g}, but store.last_mode = none "
+            "stores no `last` states: plan with --last-mode bf16, or with cross-entropy alone: "
+            + " ".join(f"--set {text}" for text in CE_ALONE)
+        )
 
 
 def planned_devices(

@@ -360,6 +360,10 @@ class LossConfig:
         return self.kl > 0 or self.tv > 0
 
 
+CE_ALONE = ("loss.ce=1", "loss.kl=0", "loss.tv=0")
+"""As --set takes them: what a store without `last` can be trained with."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
     """AdamW over fp32 masters and its schedule."""

@@ -283,6 +283,20 @@ def test_capture_plan_counts_and_leaves_nothing_behind(type_line: Callable[..., 
     assert sorted(os.listdir()) == ["a.jsonl", "b.jsonl", "c.jsonl", "dflash.toml", "hs", "x"]
 
 
+def test_after_a_capture_without_last_the_line_that_is_said_can_be_trained_with(
+    type_line: Callable[..., Ended],
+) -> None:
+    _ready_file()
+    ended = type_line("dflash capture --last-mode none --gpus cpu")
+    line = ended.last_line.removeprefix("next: ")
+    assert line.endswith("--set loss.ce=1 --set loss.kl=0 --set loss.tv=0")
+    trained = type_line(line)
+    assert trained.code == 0, trained.err
+    assert trained.calls[0]["run"]["loss"] | {"ce": 1.0, "kl": 0.0, "tv": 0.0} == (
+        trained.calls[0]["run"]["loss"]
+    )
+
+
 def test_options_reach_the_run_and_win_over_set_and_file(type_line: Callable[..., Ended]) -> None:
     _ready_file()
     ended = type_line(
@@ -1299,6 +1313,8 @@ def test_answers_are_not_captured_into_the_configured_store_of_other_data(
         ("--measurement a.jsonl/m", "--measurement a.jsonl/m: "),
         ("--measurement x", "is no measurement of dflash plan"),
         ("--price -1", "capture.price must be at least 0"),
+        # the capture was measured, minutes for a real target, and then the training refused
+        ("--last-mode none", "loss.kl is 1 and loss.tv 0, but store.last_mode = none"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused_before_anything_is_measured(

@@ -15,9 +15,9 @@ import pytest
 from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.schema import Run
 from studies import cost, recipes
-from studies.arms import objective_arms
+from studies.arms import CAP_LAMBDA, FOLLOWED, FOLLOWING, objective_arms
 from studies.paired import best_arm
-from studies.sizes import SIZES
+from studies.sizes import SIZES, TEMPERATURE
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,6 +39,10 @@ def test_what_the_text_assumes_is_what_is_computed_with() -> None:
     assert (defaults.train.epochs, defaults.train.anchors_per_sample) == (6, 512)
     shown = f"{1e3 * recipes.measured_step_s():.1f} ms for 8,192 draft rows at 3,072 tokens"
     assert shown in FLAT
+    # the step that was measured is not that of the default
+    assert defaults.loss.needs_last
+    objective = recipes.step_objective()
+    assert f"with {objective}; half of it KL, one takes {1e3 * recipes.kl_s():.1f} ms longer" in FLAT
     assert recipes.ANCHORS * recipes.BLOCK == 8192
 
 
@@ -123,24 +127,80 @@ def test_nothing_that_was_not_run_is_told_without_saying_so() -> None:
     assert (ROOT / "tests/bench/head_to_head.json").exists() != ("not run on a GPU" in FLAT)
 
 
-def test_the_table_of_the_study_is_what_it_found() -> None:
+def test_the_tables_of_the_study_are_what_it_found() -> None:
     found = json.loads((ROOT / "tests/bench/study.json").read_text(encoding="utf-8"))
-    rows = [
-        [cell.strip(" *") for cell in line.strip("|").split("|")]
-        for line in SECTION.splitlines()
-        if line.startswith("|")
-    ]
     parts = ("all", "math", "code", "chat", "greedy")
+    rows = []
     for name, one in found["arms"].items():
-        taus = [f"{np.mean(one['tau'][part]):.3f}" for part in parts]
-        (row,) = (row for row in rows if row[1:6] == taus)
-        assert row[7] == _interval(one), name
-    later = found["later"]["arms"]
-    told = [
-        (row[2], row[3].removesuffix(", prompts alone")) for row in rows if row[1] in ("1", "3")
+        label, best = _label(name), name == found["decision"]["objective"]
+        against = _label(one["against"]) if one["against"] else ""
+        taus = _taus(one["tau"], parts)
+        rows.append([f"**{label}**" if best else label, *taus, against, _interval(one)])
+    for name, label in (("lookup", "prompt lookup"), ("untrained", "untrained")):
+        rows.append([label, *_taus(found["beside"][name], parts), "", ""])
+    assert _table("arm") == rows
+    later, size = found["later"]["arms"], found["later"]["bytes_per_token"]
+    kb = {name: f"{value / 1e3:.1f}" for name, value in size.items()}
+    labels = {
+        found["decision"]["objective"]: "as above",
+        "int8": f"store int8 ({kb['int8']} KB a token instead of {kb['bf16']})",
+        "int4": f"store int4, `last` int8 ({kb['int4']} KB)",
+        "int4-last": f"store int4, `last` int4 ({kb['int4-last']} KB)",
+        "cap": f"CAP {CAP_LAMBDA}",
+        "bf16-logits": "logits rounded to bf16",
+        "block-16": "blocks of 16",
+        "layers-1": "one layer",
+        "layers-5": "five layers",
+    }
+    assert _table(f"arm of {_label(found['decision']['objective'])}") == [
+        [
+            labels[name],
+            str(len(one["seeds"])),
+            *_taus(one["tau"], ("all",)),
+            _interval(one) + ", prompts alone" * (len(one["seeds"]) == 1),
+        ]
+        for name, one in later.items()
     ]
-    assert told == [(f"{np.mean(one['tau']['all']):.3f}", _interval(one)) for one in later.values()]
-    assert f"{found['stores']['bf16']['num_supervised']:,} tokens" in FLAT
+    against = [one["against"] for one in later.values() if "against" in one]
+    assert against == [found["decision"]["objective"]] * (len(later) - 1)
+
+
+def test_what_is_said_of_the_study_is_what_it_was() -> None:
+    found = json.loads((ROOT / "tests/bench/study.json").read_text(encoding="utf-8"))
+    store, answers = found["stores"]["bf16"], found["answers"]
+    settings = found["settings"]["settings"]["settings"]
+    objectives = [one for one in found["arms"].values() if one["question"] == "objective"]
+    (steps,) = {each["step"][-1] for one in objectives for each in one["curve"].values()}
+    assert (settings["drafter.num_layers"], settings["train.epochs"]) == (3, 2)
+    assert found["settings"]["seeds"] == [0, 1, 2]
+    whole, scored = sum(answers.values()), sum(found["later"]["answers"].values())
+    for text in (
+        f"one H200 ({found['date']}, `tests/bench/study.json`)",
+        f"{store['num_supervised']:,} tokens of {store['num_samples']:,} answers",
+        f"a drafter of three layers and blocks of {settings['drafter.block_size']} for two epochs "
+        f"of {settings['train.anchors_per_sample']} blocks a sample ({steps} steps,",
+        f"{answers['greedy']:,} greedy answers and {answers['sampled']:,} of T {TEMPERATURE}",
+        f"of each run {scored:,} of the {whole:,} answers were scored",
+    ):
+        assert text in FLAT
+
+
+def _table(head: str) -> list[list[str]]:
+    """Cells of the table whose first column has this head."""
+    after = SECTION[SECTION.index(f"| {head} |") :]
+    lines = re.match(r"(?:\|.*\n)+", after)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _label(arm: str) -> str:
+    if arm == FOLLOWING:
+        return f"{_label(FOLLOWED)}, following the capture"
+    loss, _, weights = arm.rpartition("-")
+    return f"{loss.upper().replace('-', ' + ')}, {weights.replace('dpace', 'D-PACE')}"
+
+
+def _taus(found: dict[str, list[float]], parts: tuple[str, ...]) -> list[str]:
+    return [f"{np.mean(found[part]):.3f}" for part in parts]
 
 
 def _interval(arm: dict[str, Any]) -> str:

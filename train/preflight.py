@@ -16,7 +16,7 @@ import torch
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.memory import explained
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import CE_ALONE, Run
 from dflash_pipeline.configs.scratch import scratch
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.anchors import Tokens, pack_blocks, slot_weights
@@ -66,7 +66,7 @@ def check_stores(run: Run, stores: Sequence[Store], is_resumed: bool) -> None:
         raise UsageError(
             f"loss.kl is {run.loss.kl:g} and loss.tv {run.loss.tv:g}, but {first.path} holds no "
             "`last` states: capture again with --last-mode bf16, or train "
-            "with cross-entropy alone: --set loss.ce=1 --set loss.kl=0 --set loss.tv=0"
+            f"with cross-entropy alone: {' '.join(f'--set {text}' for text in CE_ALONE)}"
         )
     for store in stores:
         _check_rolling(run, store, is_resumed)

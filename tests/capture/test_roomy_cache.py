@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from random import Random
 from typing import Any
 
 import pytest
@@ -28,6 +30,41 @@ def test_a_layer_holds_what_the_growing_one_does() -> None:
     # moved when full, and not before
     assert len(set(places[:81])) == 3
     assert len(set(places[: ROOM + 1])) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_done_to_a_layer_it_stays_what_the_growing_one_is(seed: int) -> None:
+    """What transformers' own methods do to keys and values; what was given out stays as it was."""
+    layer, plain, random = RoomyLayer(), DynamicLayer(), Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    given: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for _ in range(60):
+        num_rows = len(plain.keys) if plain.get_seq_length() else 3
+        order = torch.randint(num_rows, (num_rows,), generator=generator)
+        calls: list[tuple[str, Any]] = [
+            ("crop", -random.randrange(1, 3)),
+            ("reorder_cache", order),
+            ("batch_select_indices", order[: max(1, num_rows - 1)]),
+            ("batch_repeat_interleave", 2 if num_rows < 4 else 1),
+        ]
+        if plain.get_seq_length() > 3 and random.random() < 0.3:
+            name, argument = random.choice(calls)
+            for one in (layer, plain):
+                getattr(one, name)(argument)
+            num_rows = len(plain.keys)
+        elif random.random() < 0.1:
+            # goes on as a copy; the original must not write into it
+            old, layer = layer, deepcopy(layer)
+            if plain.get_seq_length():
+                old.update(*(torch.zeros(num_rows, 2, 1, width) for width in (4, 0)))
+        length = random.choice([1, 1, 1, 2, ROOM + 1])
+        # values of no channels: of a layer that needs none
+        new = [torch.randn((num_rows, 2, length, width), generator=generator) for width in (4, 0)]
+        found, wanted = layer.update(*new), plain.update(*new)
+        assert all(map(torch.equal, found, wanted))
+        assert layer.get_seq_length() == plain.get_seq_length()
+        given += [(one, one.clone()) for one in found]
+        assert all(torch.equal(one, before) for one, before in given)
 
 
 def test_a_layer_that_was_cut_from_outside_goes_on_with_what_is_left() -> None:

@@ -114,6 +114,29 @@ def test_a_rolling_store_is_trained_on_once_and_by_runs_that_saw_it_all() -> Non
     assert line("a b,c", "dflash train", 1, is_sealed=False) == "dflash status 'a b'"
 
 
+@pytest.mark.parametrize(
+    ("file", "last_mode", "said"),
+    [
+        ("", "bf16", ""),
+        ("", "none", " --set loss.ce=1 --set loss.kl=0 --set loss.tv=0"),
+        ("[loss]\nce = 0.5\nkl = 0", "none", ""),
+        ("[loss]\nce = 0.5\nkl = 0.5", "none", " --set loss.ce=1 --set loss.kl=0 --set loss.tv=0"),
+        # unreadable, which the command that asks does not mind
+        ("[loss]\nce = -1", "none", ""),
+    ],
+)
+def test_a_store_without_last_is_trained_on_with_cross_entropy(
+    file: str, last_mode: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DFLASH_CONFIG", raising=False)
+    if file:
+        Path("dflash.toml").write_text(file)
+    captured = {"target": {"id": "unheard"}, "store": {"last_mode": last_mode}}
+    assert following.training_line("hs", captured) == f"dflash train --store hs{said}"
+    assert following.training_line("hs", {}) == "dflash train --store hs"
+
+
 def test_a_capture_is_said_again_as_its_store_records_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
