@@ -292,8 +292,9 @@ def test_after_a_capture_without_last_the_line_that_is_said_can_be_trained_with(
     assert line.endswith("--set loss.ce=1 --set loss.kl=0 --set loss.tv=0")
     trained = type_line(line)
     assert trained.code == 0, trained.err
-    assert trained.calls[0]["run"]["loss"] | {"ce": 1.0, "kl": 0.0, "tv": 0.0} == (
-        trained.calls[0]["run"]["loss"]
+    assert (
+        trained.calls[0]["run"]["loss"] | {"ce": 1.0, "kl": 0.0, "tv": 0.0}
+        == (trained.calls[0]["run"]["loss"])
     )
 
 

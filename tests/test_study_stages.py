@@ -28,6 +28,7 @@ from studies.arms import (
     FOLLOWED,
     MODES,
     Arm,
+    StoreFacts,
     following_arm,
     long_arms,
     objective_arms,
@@ -441,6 +442,37 @@ def test_named_arms_are_wanted_alone_with_the_stores_that_they_read(
     for run in _runs([int8]):
         _ended(study, run)
     assert not study._is_wanted("int8")
+
+
+def test_a_call_that_names_arms_removes_no_store_that_the_others_need(
+    scored: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Study, "is_captured", lambda _study, _name: False)
+    stores = {name: scored._folder_of(name) for name in MODES}
+    for folder in stores.values():
+        folder.mkdir(parents=True)
+    replace(scored, names=("long-gamma",)).clear()
+    assert all(folder.exists() for folder in stores.values())
+    # all that read it are trained
+    named = replace(scored, names=("int8",), objective="kl-gamma")
+    for run in _runs(named.wanted()):
+        _ended(named, run)
+    named.clear()
+    assert [name for name, folder in stores.items() if not folder.exists()] == ["int8"]
+
+
+def test_an_arm_is_paired_with_one_that_was_scored_before_and_told_alone(
+    scored: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Study, "is_known", lambda _study, _name: True)
+    facts = StoreFacts("d", 2, 2, 9, 4, 1.0, None)
+    monkeypatch.setattr(Study, "facts", lambda _study, _name: facts)
+    monkeypatch.setattr(result, "curve", lambda _run: {})
+    study = replace(scored, names=("kl-gamma", "kl-gamma"))
+    found = result.gathered(study, "line")
+    assert list(found["arms"]) == ["kl-gamma"]
+    assert found["arms"]["kl-gamma"]["difference"]["all"]["mean"] == pytest.approx(9 / 4 - 1)
+    assert found["not_run"] == []
 
 
 def test_an_arm_that_is_not_known_yet_is_refused(tmp_path: Path) -> None:

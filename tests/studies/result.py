@@ -19,7 +19,9 @@ from studies.arms import (
     EVAL_STORE,
     FOLLOWED,
     Arm,
+    long_arms,
     needed_stores,
+    objective_arms,
 )
 from studies.paired import Difference, Score, Unpaired, relative, smallest_mode
 from studies.scoring import LOOKUP, UNTRAINED, score_path
@@ -48,7 +50,11 @@ def gathered(study: Study, command: str) -> dict[str, Any]:
     """Plain JSON values."""
     decision = study.decision()
     arms = study.all_wanted()
-    scores = {arm.name: study.scores(arm) for arm in arms if study.is_known(arm.store)}
+    paired_with = {arm.against for arm in arms}
+    # scored by a call that named other arms, or none
+    others = (*objective_arms(study.seeds), *long_arms(study.seeds))
+    bases = [arm for arm in others if arm.name in paired_with]
+    scores = {arm.name: study.scores(arm) for arm in (*arms, *bases) if study.is_known(arm.store)}
     told = {arm.name: _arm(study, arm, scores) for arm in arms if scores.get(arm.name)}
     left = [
         arm.run_name(seed)

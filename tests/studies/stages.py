@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +258,10 @@ class Study:
         self.clear()
 
     def clear(self) -> None:
-        """Remove what no later stage reads."""
+        """Remove what no later stage reads, of this call or of one that names no arms."""
+        whole = replace(self, names=())
         for name in MODES:
-            if name == BASE_STORE or self._is_wanted(name):
+            if name == BASE_STORE or self._is_wanted(name) or whole._is_wanted(name):
                 continue
             if self.is_captured(name):
                 self.facts(name)
@@ -324,7 +325,8 @@ class Study:
         if not self.names:
             return arms
         known = {arm.name: arm for arm in [*arms, *long_arms(self.seeds)]}
-        names = [name for name in self.names if name != FOLLOWING]
+        # each once: two runs of one name would write into one folder
+        names = [name for name in dict.fromkeys(self.names) if name != FOLLOWING]
         if unknown := [name for name in names if name not in known]:
             later = "" if chosen else "; others are known once an objective is chosen or given"
             raise ValueError(
