@@ -148,7 +148,7 @@ def for_rows(line: str, last_mode: object, loss: LossConfig) -> str:
     """A line that trains with `loss`, or with cross-entropy where the store lacks what it needs."""
     if last_mode != "none" or not loss.needs_last:
         return line
-    return " ".join([line, *(f"--set {text}" for text in CE_ALONE)])
+    return f"{line} {CE_ALONE}"
 
 
 def training_on_open(store: str, captured: Mapping[str, object]) -> str:

@@ -116,7 +116,7 @@ def check_loss(run: Run) -> None:
         raise UsageError(
             f"loss.kl is {run.loss.kl:g} and loss.tv {run.loss.tv:g}, but store.last_mode = none "
             "stores no `last` states: plan with --last-mode bf16, or with cross-entropy alone: "
-            + " ".join(f"--set {text}" for text in CE_ALONE)
+            f"{CE_ALONE}"
         )
 
 

@@ -360,8 +360,8 @@ class LossConfig:
         return self.kl > 0 or self.tv > 0
 
 
-CE_ALONE = ("loss.ce=1", "loss.kl=0", "loss.tv=0")
-"""As --set takes them: what a store without `last` can be trained with."""
+CE_ALONE = "--set loss.ce=1 --set loss.kl=0 --set loss.tv=0"
+"""What a store without `last` can be trained with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

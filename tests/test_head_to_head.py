@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_pipeline.capture.model import TargetFiles, resolve
+from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.store.reader import Sample
 from studies.exchange import before_norm, final_norm, write_samples
@@ -117,6 +119,21 @@ def test_equal_seconds_are_reached_or_nothing_is_compared(
     assert found["tries"] == tries
     assert head_to_head.is_in_time(found, 60.0) == is_fair
     assert not left
+
+
+def test_ours_trains_with_the_defaults_whatever_its_preset_was_tuned_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its weighting of slots was chosen by a study of this very target."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "bench"))
+    import head_to_head
+
+    tuned = load("smollm2", (), {})
+    sets = [f"{key}={value}" for key, value in head_to_head.untuned().items()]
+    run = load("smollm2", sets, {})
+    assert (run.optim, run.drafter.init_std) == (Run().optim, Run().drafter.init_std)
+    assert run.loss == replace(Run().loss, gamma=tuned.loss.gamma)
+    assert run.loss != tuned.loss
 
 
 def test_a_line_that_was_cut_off_keeps_what_was_trained_in_time(

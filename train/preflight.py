@@ -66,7 +66,7 @@ def check_stores(run: Run, stores: Sequence[Store], is_resumed: bool) -> None:
         raise UsageError(
             f"loss.kl is {run.loss.kl:g} and loss.tv {run.loss.tv:g}, but {first.path} holds no "
             "`last` states: capture again with --last-mode bf16, or train "
-            f"with cross-entropy alone: {' '.join(f'--set {text}' for text in CE_ALONE)}"
+            f"with cross-entropy alone: {CE_ALONE}"
         )
     for store in stores:
         _check_rolling(run, store, is_resumed)

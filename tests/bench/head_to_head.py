@@ -235,16 +235,23 @@ def _ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return in_time(lambda steps: _our_run(options, folder, "ours", steps), rate, options.seconds)
 
 
+def untuned() -> dict[str, object]:
+    """The defaults of what a preset tunes for its target: theirs has nothing of the kind. What
+    follows from the block's size (gamma) and from memory stays."""
+    defaults = Run()
+    settings = {f"optim.{name}": value for name, value in asdict(defaults.optim).items()}
+    for name, value in asdict(defaults.loss).items():
+        if name not in ("gamma", "position_chunk"):
+            settings[f"loss.{name}"] = value
+    return settings | {"drafter.init_std": defaults.drafter.init_std}
+
+
 def _our_run(options: argparse.Namespace, folder: Path, name: str, steps: int) -> dict[str, Any]:
     shutil.rmtree(folder / name, ignore_errors=True)
     words = ["train", "--config", options.target, "--store", str(options.store.resolve())]
     words += ["--out", name, "--drop-sample", "@dropped.txt", "--max-steps", str(steps)]
     words += ["--epochs", "100000", *_device_words(options)]
-    # what the preset tunes for this target: theirs has nothing of the kind
-    defaults = Run()
-    settings = {f"optim.{name}": value for name, value in asdict(defaults.optim).items()}
-    settings |= {
-        "drafter.init_std": defaults.drafter.init_std,
+    settings = untuned() | {
         "train.validate_every": 0,
         "train.validate_samples": 1,
         "train.save_every": 10**9,
