@@ -88,6 +88,16 @@ def whole_store(_train_originals: Path, tmp_path: Path) -> Store:
 
 
 @pytest.fixture
+def store_without_last(tiny: ModuleType, tmp_path: Path) -> Store:
+    """A sealed store at tmp_path / hs, of --last-mode none."""
+    plan = tiny.make_plan(24, last_mode="none")
+    store = _build(plan, tmp_path / "hs")
+    tiny.capture(plan, store)
+    store.seal()
+    return store
+
+
+@pytest.fixture
 def growing_store(_train_originals: Path, tmp_path: Path) -> Store:
     """A planned store at tmp_path / hs with nothing captured yet."""
     shutil.copytree(_train_originals / "empty", tmp_path / "hs", symlinks=True)

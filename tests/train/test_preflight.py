@@ -74,7 +74,7 @@ def test_one_store_under_two_names_is_refused(
         check_stores(train_run(), [whole_store, again], is_resumed=False)
 
 
-@pytest.mark.parametrize("loss", [LossConfig(kl=1.0), LossConfig(tv=1.0)])
+@pytest.mark.parametrize("loss", [LossConfig(kl=1.0), LossConfig(kl=0.0, tv=1.0)])
 def test_the_targets_distribution_needs_last_states(
     loss: LossConfig, train_run: Callable[..., Run], whole_store: Store
 ) -> None:

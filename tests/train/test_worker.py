@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
+from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.place import POISON_VARIABLE, Place
-from dflash_pipeline.configs.schema import DrafterConfig, LossConfig, OptimConfig, Run
+from dflash_pipeline.configs.schema import CE_ALONE, DrafterConfig, LossConfig, OptimConfig, Run
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
@@ -102,6 +103,21 @@ def test_a_run_learns_and_leaves_a_whole_run_directory(
         worker.main(*_elsewhere(other, place, tmp_path, "third"), NEW)
     # a refused run is none: the corrected line may name the same directory
     assert [one.name for one in (tmp_path / "third").iterdir()] == ["logs"]
+
+
+def test_a_store_without_last_is_learnt_from_with_what_the_refusal_proposes(
+    store_without_last: Store, train_run: Callable[..., Run], place: Place, tmp_path: Path
+) -> None:
+    run = train_run(epochs=6)
+    with pytest.raises(UsageError, match="holds no `last` states") as refused:
+        worker.main(run, place, NEW)
+    assert str(refused.value).endswith(CE_ALONE)
+    sets = CE_ALONE.replace("--set ", "").split()
+    run = replace(run, loss=replace(load("", sets, {}).loss, position_chunk=13))
+    worker.main(run, place, NEW)
+    records = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("noise_std", [0.0, 0.1])
