@@ -73,6 +73,8 @@ class Group:
         self._timeout_s = timeout_s
         self._step = 0
         self._waits_since: float | None = None
+        self.num_waits = 0
+        """How often it has waited for other ranks, and they came."""
         self._beat_time = time.time()
         self._told_at = -_BEAT_EVERY_S
         self._heard = ""
@@ -163,6 +165,8 @@ class Group:
         try:
             yield
         finally:
+            # first: who sees that nobody waits must see that somebody did
+            self.num_waits += 1
             self._waits_since = None
 
     @property

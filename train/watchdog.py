@@ -66,14 +66,16 @@ class Watchdog:
         self._group.beat(step)
 
     def _watch(self) -> None:
-        is_told = False
+        is_told, num_waits = False, self._group.num_waits
         while not self._is_over.wait(min(self._limit_s / _LOOKS, _LOOK_EVERY_S)):
             # the others learn of the last step of a rank that stands still, not of one before
             with contextlib.suppress(RuntimeError):  # where rank 0 and its store are gone
                 self._group.tell_beat()
+            # who waits for other ranks gives up by itself, and names them; who has waited is alive
+            if self._group.is_waiting or self._group.num_waits != num_waits:
+                self._beat_at, num_waits = time.monotonic(), self._group.num_waits
             silent_s = time.monotonic() - self._beat_at
-            # who waits for other ranks gives up by itself, and names them
-            if silent_s > self._limit_s and not self._group.is_waiting:
+            if silent_s > self._limit_s:
                 self._give_up(silent_s)
                 return
             waited_s = self._group.waited_s

@@ -90,3 +90,27 @@ def test_a_rank_that_waits_for_others_is_not_taken_for_the_one_that_hangs(
     ):
         passes(5.0)
     assert not codes
+
+
+def test_a_rank_whose_wait_has_just_ended_is_alive(
+    place: Place, passes: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    group = Group(place, 1.0)
+    looks, may_look = threading.Event(), threading.Event()
+
+    def begin_to_look() -> None:
+        looks.set()
+        assert may_look.wait(30)
+
+    monkeypatch.setattr(group, "tell_beat", begin_to_look)
+    with Watchdog(place, 1.0, RunLog(place), group, Clock(torch.device("cpu")), codes.append):
+        assert looks.wait(30)
+        # a whole wait between two looks
+        with group._waiting():
+            passes(5.0)
+        may_look.set()
+        passes(0.0)
+        assert not codes
+        passes(5.0)
+    assert codes == [1]
