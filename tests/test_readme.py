@@ -1,12 +1,14 @@
-"""What the README says about files, commands, options and presets is so."""
+"""What the README says about files, commands, options, presets and benches' figures is so."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -148,6 +150,100 @@ def test_the_variants_of_the_sweep_load(tmp_path: Path, monkeypatch: pytest.Monk
     shallow, block8 = read_variants("sweep.toml", "qwen3-8b", (), {"train.out": "out"})
     assert (shallow.name, shallow.run.drafter.num_layers) == ("shallow", 3)
     assert (block8.run.drafter.block_size, block8.run.loss.gamma) == (8, 4.0)
+
+
+def _bench(name: str) -> Any:
+    return json.loads((ROOT / "tests/bench" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _rows(head: str) -> dict[str, list[str]]:
+    """Cells of the table whose first line begins so, by the first of their row."""
+    lines = re.match(r"(?:\|.*\n)+", TEXT[TEXT.index(f"| {head}") :])[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+def _three(number: float) -> str:
+    """To three digits."""
+    return f"{float(f'{number:.3g}'):,.0f}"
+
+
+def test_the_tables_of_the_training_step_are_what_was_measured() -> None:
+    found = {one["name"]: one for one in _bench("step")["figures"]}
+    steps = {
+        "CE": "step 8B CE",
+        "KL + CE": "step 8B KL+CE",
+        "CE, `train.compile = false`": "step 8B eager CE",
+        "CE, drafter of Qwen3-4B": "step 4B CE",
+        "KL + CE, drafter of Qwen3-4B": "step 4B KL+CE",
+    }
+    losses = {
+        "loss alone, KL + CE, 7,665 rows x 151,936": "loss KL+CE V 151936 H 4096 chunk 1280",
+        "loss alone, KL + CE, 7,665 rows x 248,320, width 5,120": (
+            "loss KL+CE V 248320 H 5120 chunk 1920"
+        ),
+    }
+    rows = {}
+    for label, name in (steps | losses).items():
+        one = found[name]
+        is_step = label in steps
+        rows[label] = [
+            f"{one['ms']:.1f}",
+            f"{one['ms_per_1000_rows']:.2f}" if is_step else "",
+            f"{one['times_floor']:.2f} ({100 / one['times_floor']:.0f} %)",
+            _three(one["tokens_per_s"]) if is_step else "",
+            f"{one['samples_per_s']:.2f}" if is_step else "",
+            f"{one['peak_gib']:.1f}",
+        ]
+    both = found["step with optimizer, a batch of two"]
+    label = "KL + CE, and half an optimizer step: one for two batches, 16,384 rows"
+    per_1000 = f"{both['ms'] / 8.192:.2f}"
+    rows[label] = [f"{both['ms']:.1f}", per_1000, "", "", "", f"{both['peak_gib']:.1f}"]
+    assert _rows("step | ms |") == rows
+    assert (both["objective"], both["recompiled"], both["waits"]) == ("KL+CE", 0, "none")
+    assert f"made it {both['times_bare']:.3f} times as long" in TEXT
+    kinds = ("products", "attention", "loss", "rest")
+    assert _rows("step | products") == {
+        label: [f"{found[f'profile {steps[label]}'][f'{kind}_ms']:.1f}" for kind in kinds]
+        for label in ("CE", "KL + CE")
+    }
+    ce = found["step 8B CE"]
+    flat = " ".join(TEXT.split())
+    assert f"for this shape, {185 / ce['ms']:.2f} and {266 / ce['ms']:.2f} times as long" in flat
+    a_row = 107 / (512 * 7 / 1000)
+    shown = f"{a_row:.1f} ms per 1,000, {a_row / ce['ms_per_1000_rows']:.2f} times as long"
+    assert shown in flat
+    theirs = _bench("peers")["ways"]["dynamo off"]["figures"]["forward and backward"]["ms"]
+    assert f"{theirs:.0f} ms (31.9 per 1,000 rows" in flat
+    assert f"{theirs / ce['ms']:.2f} times as long as the CE step above" in flat
+
+
+def test_the_tables_of_the_capture_are_what_was_measured() -> None:
+    parts = {name: part["figures"] for name, part in _bench("capture")["parts"].items()}
+    ways = ("int4 to memory", "int4 to memory, compiled", "int4 to disk", "bf16 to disk")
+    shown = _rows("shape | bare prefill")
+    for shape, label in (("8b", "Qwen3-8B"), ("0.6b", "Qwen3-0.6B")):
+        found = parts[shape]
+        row = [
+            f"{_three(one['tok_s'])}, {one['of_floor']:.2f}"
+            for one in (found["bare"], found["bare, compiled"])
+        ]
+        for way in ways:
+            if way not in found:
+                row.append("")
+                continue
+            least = min(found[way]["tok_s"], found[way]["loop_tok_s"])
+            bare = found["bare, compiled" if "compiled" in way else "bare"]["tok_s"]
+            row.append(f"{_three(least)}, {least / bare:.2f}")
+        assert shown[label] == row
+    assert _rows("layers | 64 x 512") == {
+        way: [
+            f"{_three(one['tok_s'])}, {one['of_floor']:.2f}"
+            for name, one in parts["rows"].items()
+            if name.endswith(f", {way}")
+        ]
+        for way in ("eager", "compiled")
+    }
 
 
 def test_the_numpy_decoder_is_the_one_that_is_tested() -> None:

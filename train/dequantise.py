@@ -4,7 +4,7 @@ On CUDA one kernel, on the CPU numpy; both give the values of `store.quantise.de
 is undone, not folded into the weights that read the rows: `fc` is trained, and AdamW trains
 otherwise in another basis; the frozen head reads the drafter's states as well and would be needed
 twice. Nor would it pay: 49,152 tokens of six rows take the kernel 1.14 ms at int4 on an H200
-(tests/bench/quantise.json), and the drafter's steps 125 ms for each 3,072 (tests/bench/step.json).
+(tests/bench/quantise.json), and the drafter's steps 122 ms for each 3,072 (tests/bench/step.json).
 
 Letters: N rows, K layers, Z bytes of a stored row, H hidden, k kept channels.
 """

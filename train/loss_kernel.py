@@ -19,8 +19,8 @@ import triton.language as tl
 from dflash_pipeline.configs.schema import LossConfig
 
 # values that a program has in hand at a time, how many of them a warp has (four a thread, which are
-# loaded as one), and tiles on their way. For 1,280 rows of 151,936 logits on an H200: alone 0.49
-# ms, with teacher rows 0.63 (0.50 and 0.65 with STAGES 1)
+# loaded as one), and tiles on their way. For 1,280 rows of 151,936 logits on an H200: alone 0.48
+# ms, with teacher rows 0.62 (0.49 and 0.65 with STAGES 1; tests/bench/step.json)
 TILE = 2048
 WARP_VALUES = 128
 STAGES = 4
