@@ -53,12 +53,14 @@ def calibrated(
     beat: Callable[[], None],
     wait: Callable[[], None],
     times: list[SampleTime] | None = None,
+    num_samples: int = NUM_SAMPLES,
 ) -> Store:
     """The store with its calibration: it has one, this worker makes it, or another one does.
 
     `beat` is called again and again meanwhile, or `wait`, which takes a moment, while another one
-    works; times: what each sample took is added to it. Raises ValueError when a mode misses its
-    error bounds and `capture.force` is off; nothing is written then.
+    works; times: what each sample took is added to it; num_samples: see `chosen_samples`. Raises
+    ValueError when a mode misses its error bounds and `capture.force` is off; nothing is written
+    then.
     """
     if store.spec.is_calibrated:
         return store
@@ -77,7 +79,7 @@ def calibrated(
             wait()
             continue
         with lease:
-            calibrations, record = _calibrate(store, target, config, say, beat, made)
+            calibrations, record = _calibrate(store, target, config, say, beat, made, num_samples)
             # lost: this worker hung, and another one calibrates in its place
             with contextlib.suppress(LeaseLost):
                 publish_calibration(store, calibrations, record, lease)
@@ -91,10 +93,11 @@ def _calibrate(
     say: Callable[[str], None],
     beat: Callable[[], None],
     times: list[SampleTime],
+    num_samples: int,
 ) -> tuple[Calibrations, dict[str, object]]:
     # what the place gives this process, as `prepare_torch` has set it
     spec, threads = store.spec, Threads(torch.get_num_threads(), beat)
-    chosen, others = chosen_samples(store.table)
+    chosen, others = chosen_samples(store.table, num_samples)
     if config.calibration_from:
         calibrations = donated(config.calibration_from, spec)
         say(f"calibration of {config.calibration_from} taken over")
@@ -152,22 +155,24 @@ def _offer(hidden_mode: str, last_mode: str, missed: Sequence[str]) -> str:
     return " ".join(options)
 
 
-def chosen_samples(table: SampleTable) -> tuple[list[int], list[int]]:
+def chosen_samples(
+    table: SampleTable, num_samples: int = NUM_SAMPLES
+) -> tuple[list[int], list[int]]:
     """Samples to calibrate from and to judge by, evenly spread over the plan and its buckets.
 
-    Every domain has one at least to calibrate from. A plan too small for both is judged by the
-    samples that it is calibrated from.
+    num_samples: of either, at most. Every domain has one at least to calibrate from. A plan too
+    small for both is judged by the samples that it is calibrated from.
     """
-    chosen = _spread(range(len(table)))
+    chosen = _spread(range(len(table)), num_samples)
     missing = set(range(len(table.domains))) - set(table.domain[chosen].tolist())
     firsts = [np.flatnonzero(table.domain == domain)[:1] for domain in sorted(missing)]
     chosen = sorted({*chosen, *(int(i) for found in firsts for i in found)})
     others = sorted(set(range(len(table))) - set(chosen))
-    return chosen, _spread(others) or chosen
+    return chosen, _spread(others, num_samples) or chosen
 
 
-def _spread(samples: Sequence[int]) -> list[int]:
-    places = np.linspace(0, len(samples) - 1, min(NUM_SAMPLES, len(samples))).round()
+def _spread(samples: Sequence[int], most: int) -> list[int]:
+    places = np.linspace(0, len(samples) - 1, min(most, len(samples))).round()
     return [samples[int(place)] for place in np.unique(places)]
 
 

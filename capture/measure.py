@@ -7,9 +7,11 @@ JSON, and the table of all samples: `configs/prediction.py` puts both stages tog
 
 from __future__ import annotations
 
+import gc
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -23,31 +25,33 @@ from dflash_pipeline.capture.construction import Spent, build_store
 from dflash_pipeline.capture.counting import Sampled, amounts, amounts_alone, count, keep_table
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Conversation, Dropped
+from dflash_pipeline.capture.shapes import extremes, planned_shapes
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target, compute_dtype
 from dflash_pipeline.capture.times import SampleTime, Times
 from dflash_pipeline.capture.voice import Silence
-from dflash_pipeline.capture.worker import capture, explained_start, make_ready, prepare_torch, seal
+from dflash_pipeline.capture.warmup import warm_up
+from dflash_pipeline.capture.worker import capture, compiled, explained_start, prepare_torch, seal
 from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.costs import CPU, CaptureCosts, CaptureWork
 from dflash_pipeline.configs.counts import Counts
-from dflash_pipeline.configs.disk import nearest, write_whole
+from dflash_pipeline.configs.disk import write_whole
 from dflash_pipeline.configs.fit import dot, fitted
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import process_age_s
-from dflash_pipeline.store.choice import cached_bytes
-from dflash_pipeline.store.diskspeed import disk_speed
 from dflash_pipeline.store.runlog import RunLog
 
 CAPTURE_S = 6.0
 """Seconds of capture that the sample is meant to take."""
-ANSWER_TOKENS = 32
-"""Length of the answers whose generation is timed, at most."""
+ANSWER_TOKENS = 8, 32
+"""Lengths of the answers whose generation is timed, at most: what differs is the steps' alone."""
 _MOST_SAMPLED = 8192
 # enough for a calibration, and for more than one batch
 _LEAST_SAMPLED = 96
 _NUM_TRIED = 8
+# to calibrate from, and as many to judge by: they tell what one takes
+_NUM_CALIBRATED = 12
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
@@ -69,6 +73,10 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     if extra["is_measured"]:
         return
     costs = measure(run, files, place, sampled.conversations, work, import_s, folder, log)
+    # the device is the training's once they are told: nothing of the target stays on it
+    gc.collect()
+    if place.kind == "cuda":
+        torch.cuda.empty_cache()
     write_whole(folder / "costs.json", json.dumps(asdict(costs)).encode())
 
 
@@ -83,6 +91,12 @@ class _Laps:
         return self._at - before
 
 
+def _seconds_of(work: Callable[[], object]) -> float:
+    laps = _Laps()
+    work()
+    return laps.take()
+
+
 def measure(
     run: Run,
     files: TargetFiles,
@@ -95,13 +109,16 @@ def measure(
 ) -> CaptureCosts:
     """Capture a sample for real, into `folder`/store, and fit what its batches took."""
     laps = _Laps()
-    preflight.check(run, files, conversations[:_NUM_TRIED], log.say)
-    preflight_s = laps.take()
-    dtype = compute_dtype(run.target.dtype, place.kind)
-    with explained_start(place):
-        layer_ids, num_gpus = files.layer_ids(run.target), run.target.num_gpus
-        target = Target.load(files, layer_ids, place.device, dtype, num_gpus)
-    load_s = laps.take()
+    with ThreadPoolExecutor(1) as aside:
+        # gigabytes are read meanwhile; a capture does it between preflight and plan
+        hashed = aside.submit(_seconds_of, files.weight_hash)
+        preflight.check(run, files, conversations[:_NUM_TRIED], log.say)
+        preflight_s = laps.take()
+        dtype = compute_dtype(run.target.dtype, place.kind)
+        with explained_start(place):
+            layer_ids, num_gpus = files.layer_ids(run.target), run.target.num_gpus
+            target = Target.load(files, layer_ids, place.device, dtype, num_gpus)
+        load_s = laps.take()
     chosen = conversations[: _num_chosen(run, target, work)]
     trial = replace(
         run,
@@ -113,15 +130,17 @@ def measure(
     dropped, spent = Dropped(num_rows=len(chosen)), Spent()
     laps.take()
     store = build_store(trial, files, place.kind, chosen, dropped, "", 1, Silence().say, spent)
-    plan_s = preflight_s + laps.take() - spent.render_s - spent.tokens_s
+    plan_s = preflight_s + hashed.result() + laps.take() - spent.render_s - spent.tokens_s
+    planned = planned_shapes(store.table, store.layout)
     # as the whole capture will decide, not this sample of it
-    warmed, _ = make_ready(target, store, trial.capture, work.num_tokens, log)
+    compiled(target, planned, trial.capture, work.num_tokens, log)
+    warmed = warm_up(target, extremes(planned)[:1])
     ready_s = laps.take()
     log.say(f"measuring the capture of {len(store.table):,} samples on {place.device}")
     heard, times = _Heard(), Times()
     laps.take()
     with Stop() as stop:
-        store = capture(store, target, trial.capture, heard, stop, times)
+        store = capture(store, target, trial.capture, heard, stop, times, _NUM_CALIBRATED)
     seal(store, trial.capture)
     whole_s = laps.take()
     batch_s = fitted(
@@ -136,9 +155,7 @@ def measure(
     answer_step_s = 0.0
     if not run.generate.endpoints:
         log.say("measuring answers")
-        answer_step_s = _answer_step_s(run, files, target, place)
-    log.say("measuring the disk")
-    speed = disk_speed([folder, *(nearest(Path(one.path)) for one in work.mounts[1:])])
+        answer_step_s = _answer_step_s(run, files, target, place, work)
     return CaptureCosts(
         device=torch.cuda.get_device_name() if place.kind == "cuda" else CPU,
         is_compiled=work.is_compiled,
@@ -151,10 +168,6 @@ def measure(
         gated_s=gated_s,
         busy=busy,
         batch_s=batch_s,
-        worker_bytes_per_s=speed.worker,
-        write_bytes_per_s=speed.write,
-        read_bytes_per_s=speed.read,
-        cached_bytes=cached_bytes(),
         answer_step_s=answer_step_s,
     )
 
@@ -188,27 +201,34 @@ def _alone_work_s(times: Sequence[SampleTime], costs: Sequence[float]) -> float:
     return sum(dot(amounts_alone(one.num_tokens), costs) for one in times)
 
 
-def _answer_step_s(run: Run, files: TargetFiles, target: Target, place: Place) -> float:
+def _answer_step_s(
+    run: Run, files: TargetFiles, target: Target, place: Place, work: CaptureWork
+) -> float:
     """Seconds of a step of generating one batch, the prompts' part shared out over its steps."""
-    config = replace(
-        run.generate,
-        max_new_tokens=min(ANSWER_TOKENS, run.generate.max_new_tokens),
-        samples=1,
-        temperature=0.0,
-    )
-    answerer = Answerer(files, run.target, config, run.data, place, target)
-    found = dialogues(run.data, 1, 0, 1, Dropped())
-    batch = list(islice(found, run.generate.batch_size))
-    for dialogue in batch:
-        # one turn: its steps are those of its longest answer
-        del dialogue.questions[1:]
-    begin = time.monotonic()
-    answerer.answer(batch, lambda _count: None)
-    seconds = time.monotonic() - begin
-    longest = max(
-        (end - start for one in batch for start, end in one.loss_spans), default=ANSWER_TOKENS
-    )
-    return seconds / longest
+
+    def answered(most: int) -> tuple[int, float]:
+        """Steps of one batch of answers so long, and their seconds."""
+        config = replace(run.generate, max_new_tokens=most, samples=1, temperature=0.0)
+        answerer = Answerer(files, run.target, config, run.data, place, target)
+        batch = list(islice(dialogues(run.data, 1, 0, 1, Dropped()), run.generate.batch_size))
+        for dialogue in batch:
+            # one turn: its steps are those of its longest answer
+            del dialogue.questions[1:]
+        seconds = _seconds_of(lambda: answerer.answer(batch, lambda _count: None))
+        return max(
+            (end - begin for one in batch for begin, end in one.loss_spans), default=0
+        ), seconds
+
+    few, many = (min(most, run.generate.max_new_tokens) for most in ANSWER_TOKENS)
+    # the first ones load what the others use
+    answered(few)
+    (num_few, few_s), (num_many, many_s) = answered(few), answered(many)
+    if num_many <= num_few:
+        return many_s / max(1, num_many)
+    step_s = max(0.0, many_s - few_s) / (num_many - num_few)
+    prompts_s = max(0.0, few_s - num_few * step_s)
+    num_batches = work.num_samples * run.generate.samples / run.generate.batch_size
+    return step_s + prompts_s * max(1.0, num_batches) / work.answer_steps
 
 
 class _Heard(Silence):

@@ -28,6 +28,7 @@ from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import CaptureConfig, Run
 from dflash_pipeline.configs.sizes import parse_size
 from dflash_pipeline.store.build import plan_lock
+from dflash_pipeline.store.calibration import NUM_SAMPLES
 from dflash_pipeline.store.lease import Leases
 from dflash_pipeline.store.quota import Room
 from dflash_pipeline.store.reader import Store, open_store
@@ -66,7 +67,9 @@ def work(run: Run, place: Place, files: TargetFiles) -> None:
         if slow := slow_fallback(files, place.kind):
             log.say(slow)
         num_tokens = int(store.table.num_tokens.sum())
-        _, served = make_ready(target, store, run.capture, num_tokens, log)
+        planned = planned_shapes(store.table, store.layout)
+        served = compiled(target, planned, run.capture, num_tokens, log)
+        warm_up(target, extremes(planned))
         where = target.spread or f"on {place.device}"
         log.say(f"{run.target.id} is ready {where} ({target.dtype})")
         try:
@@ -119,33 +122,35 @@ def load_target(run: Run, place: Place, store: Store, files: TargetFiles) -> Tar
     return Target.load(files, layer_ids, place.device, dtype, run.target.num_gpus)
 
 
-def make_ready(
-    target: Target, store: Store, config: CaptureConfig, num_tokens: int, log: Voice
-) -> tuple[Sequence[Shape], Served | None]:
-    """Compile the target, where that is wanted, and warm it up for the store's plan.
+def compiled(
+    target: Target,
+    planned: Sequence[Sequence[Shape]],
+    config: CaptureConfig,
+    num_tokens: int,
+    log: Voice,
+) -> Served | None:
+    """Compile the target for the planned shapes, where that is wanted; what counts its use.
 
-    num_tokens: of the whole capture, whose work decides under `auto`. Returns the shapes that it
-    was warmed up with, and what counts the compiled layers' use. UsageError as of `compile_layers`
-    where `capture.compile` is on.
+    num_tokens: of the whole capture, whose work decides under `auto`. UsageError as of
+    `compile_layers` where `capture.compile` is on.
     """
-    planned, served = planned_shapes(store.table, store.layout), None
-    if is_wanted(config.compile, target.device.type, bool(target.spread), num_tokens):
-        log.say("compiling the target's layers")
-        shapes = [shape for found in planned for shape in found]
-        try:
-            served = compile_layers(target, shapes)
-        except Exception as error:
-            if config.compile == "on":
-                raise
-            # whatever stopped it, the plain layers do without
-            target.is_compiled = False
-            traceback.print_exception(error)
-            why = first_line(error.__cause__ or error)
-            log.say(
-                f"the layers of {type(target.model).__name__} cannot be compiled ({why}): they run "
-                "plain"
-            )
-    return warm_up(target, extremes(planned)), served
+    if not is_wanted(config.compile, target.device.type, bool(target.spread), num_tokens):
+        return None
+    log.say("compiling the target's layers")
+    try:
+        return compile_layers(target, [shape for found in planned for shape in found])
+    except Exception as error:
+        if config.compile == "on":
+            raise
+        # whatever stopped it, the plain layers do without
+        target.is_compiled = False
+        traceback.print_exception(error)
+        why = first_line(error.__cause__ or error)
+        log.say(
+            f"the layers of {type(target.model).__name__} cannot be compiled ({why}): they run "
+            "plain"
+        )
+        return None
 
 
 def seal(store: Store, config: CaptureConfig) -> None:
@@ -164,10 +169,12 @@ def capture(
     log: Voice,
     stop: Stop,
     times: Times | None = None,
+    num_calibrated: int = NUM_SAMPLES,
 ) -> Store:
     """Take free shards and write them until the store is complete; the store as it is then.
 
-    times: what batches and samples took is added to it.
+    times: what batches and samples took is added to it; num_calibrated: samples to calibrate from,
+    and to judge by.
     """
     times = times or Times()
     with _leases(store, config) as leases:
@@ -184,7 +191,9 @@ def capture(
             beat()
             time.sleep(IDLE_S)
 
-        store = calibrated(store, target, config, leases, log.say, beat, wait, times.calibrated)
+        store = calibrated(
+            store, target, config, leases, log.say, beat, wait, times.calibrated, num_calibrated
+        )
         with (
             Offload(
                 largest_batch(store),

@@ -56,7 +56,7 @@ class CaptureWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureCosts:
-    """What that costs one device, and the disks."""
+    """What that costs one device."""
 
     device: str
     """The GPU's name, or `CPU`."""
@@ -81,16 +81,22 @@ class CaptureCosts:
     """Share of the time in which the device has a batch, while the disk does not bind."""
     batch_s: Sequence[float]
     """Seconds for each of `CaptureWork.batches`."""
+    answer_step_s: float
+    """Of one of `CaptureWork.answer_steps`; 0: not measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskCosts:
+    """What the disks of a store's mounts give, which both stages share."""
+
     worker_bytes_per_s: float
-    """Written durably by one worker."""
+    """Written durably by one thread."""
     write_bytes_per_s: Sequence[float]
     """By several at the same time on all mounts; of each mount."""
     read_bytes_per_s: Sequence[float]
     """Read by several at the same time out of the page cache's reach; of each mount."""
     cached_bytes: int
     """Rows up to this many bytes stay in the page cache once they are written or read."""
-    answer_step_s: float
-    """0: not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

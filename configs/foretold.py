@@ -23,8 +23,8 @@ def lines(found: Prediction, epochs: int, price: float, quota_bytes: int = 0) ->
         f"tokens, {work.num_supervised:,} supervised, "
         f"{100 * (1 - work.num_tokens / work.num_padded):.1f} % padding, a store of "
         f"{size_text(work.store_bytes)}",
-        f"measured on {capture.device}: disk {_speeds(capture.write_bytes_per_s)} written, "
-        f"{_speeds(capture.read_bytes_per_s)} read",
+        f"measured on {capture.device}: disk {_speeds(found.disk.write_bytes_per_s)} written, "
+        f"{_speeds(found.disk.read_bytes_per_s)} read",
     ]
     told += [] if is_captured else room_lines(work.mounts, quota_bytes)
     if found.generate is not None:

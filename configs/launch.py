@@ -93,7 +93,7 @@ def launch(
                     log = logs[place.number]
                     children.append(_Child(entry, run, group, place, extra, sees_gpus, log))
                     selector.register(children[-1].progress, selectors.EVENT_READ, children[-1])
-                _watch(children, selector, screen, signals, lag_s)
+                _watch(children, selector, screen, signals, lag_s, beside)
             finally:
                 for child in children:
                     child.kill()
@@ -125,6 +125,9 @@ class Beside:
     """Of `noted_signals`, in the main thread."""
     num_launches: int
     """How many share the machine's cores."""
+    failed: list[int] | None = None
+    """Exit codes of those that failed, where the first failure ends the others; None: it does
+    not."""
 
 
 def grouped(devices: Devices, per_process: int) -> list[tuple[int, ...]]:
@@ -273,9 +276,12 @@ def _watch(
     screen: Screen,
     signals: list[int],
     lag_s: float,
+    beside: Beside | None,
 ) -> None:
     """Until every child has ended; sees to it that they do after a failure or a signal, and `lag_s`
     after the first that ended well."""
+    # of other launches that are of use only with this one
+    elsewhere = [] if beside is None or beside.failed is None else beside.failed
     failed: _Child | None = None
     deadline = done_at = math.inf
     while any(child.is_running for child in children):
@@ -284,13 +290,13 @@ def _watch(
             if not child.read(screen):
                 selector.unregister(child.progress)
         over = [child for child in children if not child.is_running]
-        if failed is None and not signals:
-            failed = next((one for one in over if one.code), None)
+        if failed is None:
+            failed = _first_failed(over, signals, elsewhere)
         if over and failed is None:
             done_at = min(done_at, time.monotonic())
         if time.monotonic() > done_at + lag_s and failed is None and not signals:
             _leave_behind(children, lag_s, screen)
-        if (failed is not None or signals) and deadline == math.inf:
+        if (failed is not None or signals or elsewhere) and deadline == math.inf:
             deadline = time.monotonic() + GRACE_S
             if signals and any(child.is_running for child in children):
                 name = signal.Signals(signals[0]).name
@@ -303,10 +309,23 @@ def _watch(
     for child in children:
         if child.progress >= 0:
             child.read(screen)
-    if failed is None and not signals:
-        failed = next((one for one in children if one.code), None)
+    if failed is None:
+        failed = _first_failed(children, signals, elsewhere)
     if failed is not None:
         _explain(failed, screen)
+
+
+def _first_failed(
+    over: Sequence[_Child], signals: Sequence[int], elsewhere: list[int]
+) -> _Child | None:
+    """The first that failed, its exit code then told elsewhere; None where there is none, or all
+    of them were told to end."""
+    if signals or elsewhere:
+        return None
+    failed = next((one for one in over if one.code), None)
+    if failed is not None:
+        elsewhere.append(_exit_code([failed.code], signals))
+    return failed
 
 
 def _leave_behind(children: list[_Child], lag_s: float, screen: Screen) -> None:

@@ -1,13 +1,16 @@
 """The processes of `dflash plan`: one for each stage, since neither may know the other.
 
 They meet in a folder beside the store: the capture's process leaves a small store there, the
-training's trains on it; each leaves what it counted and measured as JSON.
+training's trains on it; each leaves what it counted and measured as JSON. On a GPU both begin at
+once, and the training's, whose libraries and compiler take longest, waits where it needs the
+device for itself; on a CPU, whose cores both would measure, they run one after the other.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from dflash_pipeline.configs.costs import (
     CPU,
     CaptureCosts,
     CaptureWork,
+    DiskCosts,
     Mount,
     TrainCosts,
     TrainWork,
@@ -27,7 +31,7 @@ from dflash_pipeline.configs.disk import nearest, write_whole
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.jsonfile import read_object
-from dflash_pipeline.configs.launch import launch
+from dflash_pipeline.configs.launch import Beside, launch, noted_signals
 from dflash_pipeline.configs.load import differences, from_dict, to_dict
 from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.options import refuse_unheeded
@@ -151,20 +155,20 @@ def predictor(
     compiled; MeasuringFailed.
     """
     known = _read_measurement(measurement, run, devices)
-    extra = {"folder": str(folder), "is_measured": known is not None, "kind": devices.kind}
-    for stage in ("capture", "train"):
-        entry = f"dflash_pipeline.{stage}.measure:main"
-        count = run.target.num_gpus if stage == "capture" and known is None else 1
+    if known is None:
+        capturing = Devices(devices.kind, devices.ids[: run.target.num_gpus])
+        training = Devices(devices.kind, devices.ids[:1])
+    else:
         # counting needs no GPU, which may be another machine's
-        shown = Devices(devices.kind, devices.ids[:count]) if known is None else ONE_CPU
-        code = launch(entry, run, shown, "plan", logs, extra, lines, per_process=count)
-        if code:
-            raise MeasuringFailed(code)
+        capturing = training = ONE_CPU
+    extra = {"folder": str(folder), "is_measured": known is not None, "kind": devices.kind}
+    _run_both(run, {"capture": capturing, "train": training}, logs, extra, lines)
     if known is None:
         known = {
             "run": to_dict(run),
             "capture": read_object(folder / "costs.json"),
             "train": read_object(folder / "train_costs.json"),
+            "disk": read_object(folder / "disk.json"),
         }
         if measurement:
             Path(measurement).parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +187,42 @@ def predictor(
         costs,
         TrainWork(**read_object(folder / "train_work.json")),
         TrainCosts(**known["train"]),
+        DiskCosts(**known["disk"]),
     )
+
+
+def _run_both(
+    run: Run,
+    devices: Mapping[str, Devices],
+    logs: str,
+    extra: Mapping[str, object],
+    lines: Lines,
+) -> None:
+    """The process of each stage; the first one's failure ends the other. MeasuringFailed."""
+    with noted_signals() as signals:
+        failed: list[int] = []
+        # they take turns at what needs the cores
+        beside = Beside(signals, 1, failed)
+
+        def work(stage: str) -> None:
+            if signals or failed:
+                return
+            entry, own = f"dflash_pipeline.{stage}.measure:main", devices[stage]
+            words, count = (entry, run, own, "plan", logs, extra, lines), len(own.ids)
+            try:
+                code = launch(*words, beside=beside, per_process=count)
+            except BaseException:
+                failed.append(1)
+                raise
+            # of one that was ended by the other's failure that one's stands first
+            failed.extend([code] if code else [])
+
+        at_once = all(one.kind == "cuda" for one in devices.values())
+        with ThreadPoolExecutor(len(devices) if at_once else 1) as pool:
+            for done in [pool.submit(work, stage) for stage in devices]:
+                done.result()
+    if signals or failed:
+        raise MeasuringFailed(128 + signals[0] if signals else failed[0])
 
 
 def work_of(values: Mapping[str, Any]) -> CaptureWork:
@@ -200,6 +239,7 @@ def _read_measurement(path: str, run: Run, devices: Devices) -> dict[str, Any] |
         before = from_dict(found["run"])
         device = CaptureCosts(**found["capture"]).device
         TrainCosts(**found["train"])
+        DiskCosts(**found["disk"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"--measurement {path} is no measurement of dflash plan ({error}): name another file"

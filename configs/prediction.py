@@ -9,7 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_pipeline.configs.costs import CaptureCosts, CaptureWork, TrainCosts, TrainWork
+from dflash_pipeline.configs.costs import (
+    CaptureCosts,
+    CaptureWork,
+    DiskCosts,
+    TrainCosts,
+    TrainWork,
+)
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.fit import dot
 from dflash_pipeline.configs.schema import Run
@@ -53,6 +59,7 @@ class Prediction:
     work: CaptureWork
     capture: CaptureCosts
     train: TrainCosts
+    disk: DiskCosts
     num_steps: int
     """Of training on the devices of the better way."""
     generate: Stage | None
@@ -72,9 +79,10 @@ class Predictor:
         capture: CaptureCosts,
         train_work: TrainWork,
         train: TrainCosts,
+        disk: DiskCosts,
     ) -> None:
         self._run, self.work, self.capture_costs = run, work, capture
-        self._train_work, self._train = train_work, train
+        self._train_work, self._train, self._disk = train_work, train, disk
 
     def generate(self, num_devices: int) -> Stage | None:
         """The answers of the data, generated anew by the target itself."""
@@ -107,8 +115,8 @@ class Predictor:
         """Seconds that the batches need of the devices, and their rows of the disks."""
         costs, work = self.capture_costs, self.work
         device_s = dot(work.batches, costs.batch_s) / costs.busy / num_workers
-        worker_s = work.rows_bytes / costs.worker_bytes_per_s / num_workers
-        return device_s, max(worker_s, self._disks_s(costs.write_bytes_per_s))
+        worker_s = work.rows_bytes / self._disk.worker_bytes_per_s / num_workers
+        return device_s, max(worker_s, self._disks_s(self._disk.write_bytes_per_s))
 
     def _capture_start_s(self, num_workers: int) -> float:
         """What is done once, by the one process that plans and by each worker."""
@@ -143,8 +151,8 @@ class Predictor:
         share = max(rounds / batches[0], 1 / num_devices) if num_devices > 1 else 1.0
         device_s = dot(batches, self._train.batch_s) * share
         disk_s = 0.0
-        if self.work.rows_bytes > self.capture_costs.cached_bytes:
-            disk_s = self._disks_s(self.capture_costs.read_bytes_per_s)
+        if self.work.rows_bytes > self._disk.cached_bytes:
+            disk_s = self._disks_s(self._disk.read_bytes_per_s)
         return max(device_s, disk_s), disk_s > device_s
 
     def _validations(self, num_devices: int) -> int:
@@ -156,7 +164,7 @@ class Predictor:
         steps, save_every = self.num_steps(num_devices), self._run.train.save_every
         count = self._validations(num_devices)
         validated_s = dot(self._train_work.validated, self._train.validated_s) / num_devices
-        write_s = self._train.checkpoint_bytes / self.capture_costs.worker_bytes_per_s
+        write_s = self._train.checkpoint_bytes / self._disk.worker_bytes_per_s
         # each validation may find the best step so far, and the last step is kept in any case
         num_saved = max(math.ceil(steps / save_every), count)
         apart_s = self.epoch_s(num_devices)[0] / self._epoch_steps(num_devices)
@@ -235,6 +243,7 @@ class Predictor:
             work=self.work,
             capture=self.capture_costs,
             train=self._train,
+            disk=self._disk,
             num_steps=self.num_steps(num_trained),
             generate=self.generate(most),
             ways=tuple(ordered),

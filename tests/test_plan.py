@@ -33,7 +33,13 @@ from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.times import SampleTime, Times
 from dflash_pipeline.capture.toytext import conversations
 from dflash_pipeline.capture.voice import Silence
-from dflash_pipeline.configs.costs import CaptureCosts, CaptureWork, TrainCosts, TrainWork
+from dflash_pipeline.configs.costs import (
+    CaptureCosts,
+    CaptureWork,
+    DiskCosts,
+    TrainCosts,
+    TrainWork,
+)
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import load, to_dict
 from dflash_pipeline.configs.measuring import work_of
@@ -159,6 +165,7 @@ def _round(folder: Path, number: int) -> Round:
         CaptureCosts(**_json(own / "measured" / "costs.json")),
         TrainWork(**_json(own / "counted" / "train_work.json")),
         TrainCosts(**_json(own / "measured" / "train_costs.json")),
+        DiskCosts(**_json(own / "measured" / "disk.json")),
     )
     return Round(own, predictor, long)
 
@@ -311,6 +318,7 @@ def test_the_command_predicts_from_a_kept_measurement_and_prints_lines_that_pars
         "run": to_dict(_run(folder, "short")),
         "capture": _json(measured / "costs.json"),
         "train": _json(measured / "train_costs.json"),
+        "disk": _json(measured / "disk.json"),
     }
     (folder / "measurement.json").write_text(json.dumps(known))
     line = (
@@ -351,6 +359,7 @@ def test_of_a_store_that_is_whole_only_the_training_is_planned(
         "run": to_dict(rounds[0].run),
         "capture": _json(measured / "costs.json"),
         "train": _json(measured / "train_costs.json"),
+        "disk": _json(measured / "disk.json"),
     }
     (folder / "of-long.json").write_text(json.dumps(known))
     line = [*["plan", "--config", "toy", "--set", "train.epochs=1", "--set", "data.heldout=0.1"]]

@@ -1,7 +1,8 @@
 """Training's part of `dflash plan`: its batches over the data, and what a batch costs here.
 
 The batches follow from the table that the capture's part counted; the costs from steps over the
-small store that it captured, with long, short and mixed samples. No checkpoint is written.
+small store that it captured, with long, short and mixed samples. No checkpoint is written. Beside
+the capture's part, on a GPU, it waits for what that leaves; the disks are measured meanwhile.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from dflash_pipeline.configs.costs import TrainCosts, TrainWork
-from dflash_pipeline.configs.disk import write_whole
+from dflash_pipeline.configs.costs import DiskCosts, TrainCosts, TrainWork
+from dflash_pipeline.configs.disk import nearest, write_whole
 from dflash_pipeline.configs.fit import fitted
 from dflash_pipeline.configs.jsonfile import read_object
+from dflash_pipeline.configs.mounts import split
 from dflash_pipeline.configs.place import Place, is_poisoned, let_memory_grow
 from dflash_pipeline.configs.schema import Run, TrainConfig
 from dflash_pipeline.configs.shares import StoreShare
 from dflash_pipeline.configs.status import process_age_s
+from dflash_pipeline.store.choice import cached_bytes
+from dflash_pipeline.store.diskspeed import disk_speed
+from dflash_pipeline.store.glance import is_whole
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.table import HELD_OUT, SampleTable
 from dflash_pipeline.train.feed import Feed, feed_access
@@ -44,23 +49,58 @@ _WINDOW_S = 0.4
 _LEAST_WINDOWS = 9
 _MOST_WINDOWS = 60
 _NUM_REPLAYED = 16
+_LOOK_S = 0.1
+# of the device's memory: what a drafter's training may need beside a target that is still there
+_ROOMY = 0.5
 
 
 def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     """Count the work of training over the counted data, and measure what it costs this device.
 
-    extra: `folder` (see `capture/measure.py`; gets train_work.json and train_costs.json),
-    `is_measured` (only count).
+    extra: `folder` (see `capture/measure.py`; gets disk.json, train_work.json and
+    train_costs.json), `is_measured` (only count).
     """
+    import_s = process_age_s()
     torch.set_num_threads(place.threads)
     let_memory_grow(torch.__version__)
     log, folder = RunLog(place), Path(str(extra["folder"]))
+    if not extra["is_measured"]:
+        log.say("measuring the disk")
+        disk = disk_costs(run, folder)
+        write_whole(folder / "disk.json", json.dumps(asdict(disk)).encode())
+    _until((folder / "names.json").exists)
     work = count(run, table_of(folder))
     write_whole(folder / "train_work.json", json.dumps(asdict(work)).encode())
     if extra["is_measured"]:
         return
-    costs = measure(run, place, folder, log)
+    _until(lambda: is_whole(str(folder / "store")))
+    if place.kind == "cuda" and not _is_roomy(place):
+        _until((folder / "costs.json").exists)
+    costs = measure(run, place, import_s, folder, log)
     write_whole(folder / "train_costs.json", json.dumps(asdict(costs)).encode())
+
+
+def _until(is_there: Callable[[], bool]) -> None:
+    """Wait for what the capture's part leaves; should that fail, this process is ended."""
+    while not is_there():
+        time.sleep(_LOOK_S)
+
+
+def _is_roomy(place: Place) -> bool:
+    free, total = torch.cuda.mem_get_info(torch.device(place.device))
+    return free >= _ROOMY * total
+
+
+def disk_costs(run: Run, folder: Path) -> DiskCosts:
+    """Of the disks of `folder`, which is beside the store, and of the store's other mounts."""
+    mounts = map(Path, split(run.store.path)[1:])
+    speed = disk_speed([folder, *map(nearest, mounts)])
+    return DiskCosts(
+        worker_bytes_per_s=speed.worker,
+        write_bytes_per_s=speed.write,
+        read_bytes_per_s=speed.read,
+        cached_bytes=cached_bytes(),
+    )
 
 
 def table_of(folder: Path) -> SampleTable:
@@ -101,8 +141,12 @@ def amounts(samples: Catalog, batch: Ints) -> list[float]:
     return [1.0, float(tokens.sum()), float(blocks.sum()), float((tokens * blocks).sum())]
 
 
-def measure(run: Run, place: Place, folder: Path, log: RunLog) -> TrainCosts:
-    """Train on `folder`/store for some seconds, and fit what its batches took."""
+def measure(run: Run, place: Place, import_s: float, folder: Path, log: RunLog) -> TrainCosts:
+    """Train on `folder`/store for some seconds, and fit what its batches took.
+
+    import_s: the age of a process that has loaded its libraries.
+    """
+    begin = time.perf_counter()
     out, store = folder / "run", str(folder / "store")
     run = replace(run, train=replace(run.train, out=str(out), stores=(store,), max_steps=0))
     # what is left out by name is left out of the data, of which this is a sample
@@ -130,7 +174,11 @@ def measure(run: Run, place: Place, folder: Path, log: RunLog) -> TrainCosts:
             ) as feed,
         ):
             log.say(f"measuring training on {place.device}")
-            windows, start_s = _windows(training, feed, draws, device, wish)
+            built_s = time.perf_counter() - begin
+            compiled_s = _warmed(training, feed, device, wish)
+            # the steps alone need the device for themselves
+            _until((folder / "costs.json").exists)
+            windows = _windows(training, feed, draws, device, wish)
             batch_s = fitted(
                 [_of_draws(samples, window.draws) for window in windows],
                 [window.seconds for window in windows],
@@ -138,7 +186,7 @@ def measure(run: Run, place: Place, folder: Path, log: RunLog) -> TrainCosts:
             assert training.saver is not None, "it is the only rank"
             checkpoint_s, checkpoint_bytes = training.saver.cost(training.optimizer.state())
             return TrainCosts(
-                start_s=start_s,
+                start_s=import_s + built_s + compiled_s,
                 batch_s=batch_s,
                 validated_s=_validated_s(training, device),
                 checkpoint_s=checkpoint_s,
@@ -200,23 +248,28 @@ def _of_draws(samples: Catalog, draws: Sequence[Draw]) -> list[float]:
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
-def _windows(
-    training: Training, feed: Feed, draws: _Draws, device: torch.device, wish: StopWish
-) -> tuple[list[_Window], float]:
-    """Windows for `TRAIN_S` seconds, and the age of this process when a run's first step begins."""
-    first_at = process_age_s()
+def _warmed(training: Training, feed: Feed, device: torch.device, wish: StopWish) -> float:
+    """The first steps; seconds that they take longer than later ones do."""
+    begin = time.perf_counter()
     for _ in range(_WARM_STEPS):
         warm = _window(training, feed, 1, device, wish)
+    return max(0.0, time.perf_counter() - begin - _WARM_STEPS * warm.seconds)
+
+
+def _windows(
+    training: Training, feed: Feed, draws: _Draws, device: torch.device, wish: StopWish
+) -> list[_Window]:
+    """Windows for `TRAIN_S` seconds."""
+    step_s = _window(training, feed, 1, device, wish).seconds
     # the device is not waited for within a window, as it is not between two log lines
-    num_steps = min(training.run.train.log_every, max(1, round(_WINDOW_S / warm.seconds)))
+    num_steps = min(training.run.train.log_every, max(1, round(_WINDOW_S / step_s)))
     draws.repeat = num_steps
-    compiled_s = max(0.0, process_age_s() - first_at - _WARM_STEPS * warm.seconds)
     windows, end = list[_Window](), time.perf_counter() + TRAIN_S
     while len(windows) < _LEAST_WINDOWS or (
         len(windows) < _MOST_WINDOWS and time.perf_counter() < end
     ):
         windows.append(_window(training, feed, num_steps, device, wish))
-    return windows, first_at + compiled_s
+    return windows
 
 
 def _window(

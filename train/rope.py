@@ -27,7 +27,8 @@ def inverse_frequencies(
     `scaling` is the target's RoPE scaling (linear, llama3 or yarn; None: none), read as
     transformers reads it. ValueError for a kind that is not known.
     """
-    pair = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    # on the CPU, wherever new tensors go: a power is rounded differently on another device
+    pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / (theta**pair)
     if scaling is None:
         return plain, 1.0
@@ -74,7 +75,7 @@ def _yarn(
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
         last += 0.001  # transformers' guard: a ramp of width 0 divides by 0
-    pair = torch.arange(head_dim // 2, dtype=torch.float32)
+    pair = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     slowed = ((pair - first) / (last - first)).clamp(0.0, 1.0)
     return slowed * plain / factor + (1 - slowed) * plain, _yarn_attention(factor, scaling)
 

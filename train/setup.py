@@ -158,13 +158,16 @@ def build(
     device, dtype = compute_on(run, place)
     out = Path(run.train.out)
     torch.manual_seed(run.train.seed)
-    drafter = Drafter(shape)
+    # where it will be: torch's own start weights, which nothing keeps, cost seconds on a CPU
+    with device:
+        drafter = Drafter(shape)
     if run.train.init_from:
         take_over(drafter, run.train.init_from)
     else:
         drafter.initialise(run.train.seed)
-    # the masters are taken before the parameters are rounded to the compute type
+    # the rotary frequencies are made on the CPU
     drafter.to(device=device)
+    # the masters are taken before the parameters are rounded to the compute type
     optimizer = Optimizer(drafter.named_parameters(), run.optim, group, run.train.log_every, dtype)
     optimizer.connect()
     saver = None

@@ -40,7 +40,7 @@ import torch
 import transformers
 
 from dflash_pipeline.configs import status
-from dflash_pipeline.configs.costs import CaptureCosts, TrainCosts, TrainWork
+from dflash_pipeline.configs.costs import CaptureCosts, DiskCosts, TrainCosts, TrainWork
 from dflash_pipeline.configs.load import from_dict, load, to_dict
 from dflash_pipeline.configs.measuring import work_of
 from dflash_pipeline.configs.prediction import HOUR_S, Predictor
@@ -73,7 +73,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape(128, 256, 8, 4, 2, 1024, True, 1200, 450, scale=0.15),
     "0.6b": Shape(1024, 3072, 28, 16, 8, 151936, True, 6000, 3000),
-    "4b": Shape(2560, 9728, 36, 32, 8, 151936, True, 2000, 600),
+    "4b": Shape(2560, 9728, 36, 32, 8, 151936, True, 2000, 400),
     "8b": Shape(4096, 12288, 36, 32, 8, 151936, False, 1500, 400),
 }
 SHORT, LONG = (600, 0.8), (1500, 0.5)
@@ -103,7 +103,8 @@ def write_target(shape: Shape, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.save_pretrained(folder)
+    # in several files, as such models are published: they are hashed side by side
+    model.save_pretrained(folder, max_shard_size="4GB")
     tiny_tokenizer().save_pretrained(folder)
 
 
@@ -227,6 +228,7 @@ def one_round_in_processor_time(folder: Path, config: list[str]) -> Iterator[tup
         CaptureCosts(**json.loads((folder / "measured/costs.json").read_text())),
         TrainWork(**json.loads((folder / "counted/train_work.json").read_text())),
         TrainCosts(**json.loads((folder / "measured/train_costs.json").read_text())),
+        DiskCosts(**json.loads((folder / "measured/disk.json").read_text())),
     )
     extra = {"kind": "cpu", "num_workers": 1, "only_count": False}
     took = {

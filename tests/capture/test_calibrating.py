@@ -299,15 +299,14 @@ def test_whoever_calibrates_the_store_is_the_same_bit_for_bit(
 
 
 def test_calibration_samples_are_spread_over_the_plan_and_cover_each_domain(
-    target_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    target_dir: Path, folder: Path
 ) -> None:
     run = _run(target_dir, folder / "hs", "int8", "none")
     _plan(run)
     table = open_store(run.store.path).table
     # fewer than are wanted: all, and they judge themselves
     assert chosen_samples(table) == (list(range(NUM_SAMPLES)), list(range(NUM_SAMPLES)))
-    monkeypatch.setattr(calibrating, "NUM_SAMPLES", 5)
-    chosen, others = chosen_samples(table)
+    chosen, others = chosen_samples(table, 5)
     assert 5 <= len(chosen) <= 6
     assert len(others) == 5
     assert not set(chosen) & set(others)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from dflash_pipeline.configs.costs import (
     CPU,
     CaptureCosts,
     CaptureWork,
+    DiskCosts,
     Mount,
     TrainCosts,
     TrainWork,
@@ -22,6 +26,7 @@ from dflash_pipeline.configs.costs import (
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.load import load, to_dict
+from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.stage import ONE_CPU
 
 CAPTURE = CaptureCosts(
@@ -36,11 +41,10 @@ CAPTURE = CaptureCosts(
     gated_s=[0.0, 0.0],
     busy=1.0,
     batch_s=[0.0, 1e-4, 0.0],
-    worker_bytes_per_s=1e9,
-    write_bytes_per_s=[1e9],
-    read_bytes_per_s=[1e9],
-    cached_bytes=0,
     answer_step_s=0.0,
+)
+DISK = DiskCosts(
+    worker_bytes_per_s=1e9, write_bytes_per_s=[1e9], read_bytes_per_s=[1e9], cached_bytes=0
 )
 TRAIN = TrainCosts(
     start_s=1.0, batch_s=[0.1], validated_s=[0.0], checkpoint_s=0.0, checkpoint_bytes=0
@@ -49,7 +53,7 @@ TRAIN = TrainCosts(
 
 def _used(path: Path, sets: list[str], devices: Devices) -> None:
     known = {"run": to_dict(load("toy", ["store.path=a"], {}))}
-    known |= {"capture": asdict(CAPTURE), "train": asdict(TRAIN)}
+    known |= {"capture": asdict(CAPTURE), "train": asdict(TRAIN), "disk": asdict(DISK)}
     file = path / "measurement.json"
     file.write_text(json.dumps(known))
     run = load("toy", ["store.path=a", *sets], {})
@@ -114,7 +118,8 @@ def test_a_kept_measurement_of_gpus_asks_for_none(
 
     monkeypatch.setattr(measuring, "launch", launched)
     run = load("toy", ["store.path=a"], {})
-    costs = {"capture": {**asdict(CAPTURE), "device": "a GPU"}, "train": asdict(TRAIN)}
+    costs = {"capture": {**asdict(CAPTURE), "device": "a GPU"}}
+    costs |= {"train": asdict(TRAIN), "disk": asdict(DISK)}
     file = tmp_path / "measurement.json"
     file.write_text(json.dumps({"run": to_dict(run), **costs}))
     devices = Devices("cuda", (0, 1, 2, 3))
@@ -153,6 +158,7 @@ def test_a_measurement_is_kept_in_a_folder_that_is_new(
         "train_costs": TRAIN,
         "work": work,
         "train_work": TrainWork(batches=[1.0], validated=[0.0]),
+        "disk": DISK,
     }
 
     def launched(*_arguments: object, **_keywords: object) -> int:
@@ -171,3 +177,57 @@ def test_a_measurement_is_kept_in_a_folder_that_is_new(
     written["work"] = replace(work, is_compiled=True)
     with pytest.raises(UsageError, match=r"made with plain layers, a capture of these 9 tokens"):
         measuring.predictor(run, devices, tmp_path, "logs", kept, io.StringIO())
+
+
+@pytest.mark.parametrize(("kind", "is_beside"), [("cuda", True), ("cpu", False)])
+def test_on_gpus_both_begin_at_once_and_on_a_cpu_one_after_the_other(
+    kind: str, is_beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, ended = threading.Barrier(2), list[str]()
+
+    def launched(entry: str, *_arguments: object, **_keywords: object) -> int:
+        stage = entry.split(".")[1]
+        if is_beside:
+            both.wait(timeout=30)
+        elif stage == "train":
+            assert ended == ["capture"]
+        ended.append(stage)
+        return 0
+
+    monkeypatch.setattr(measuring, "launch", launched)
+    run, devices = load("toy", ["store.path=a"], {}), Devices(kind, (0,))
+    with pytest.raises(FileNotFoundError, match=r"costs\.json"):
+        measuring.predictor(run, devices, tmp_path, "logs", "", io.StringIO())
+    assert sorted(ended) == ["capture", "train"]
+
+
+_PARTS = {
+    "waits": "import time\ndef main(*_): time.sleep(600)",
+    "refuses": "from dflash_pipeline.configs.errors import UsageError\n"
+    "def main(*_): raise UsageError('found 3, expected 4')",
+}
+
+
+def test_the_failure_of_one_process_ends_the_other_and_is_what_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in _PARTS.items():
+        (tmp_path / f"part_that_{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    entries = {"capture": "part_that_waits:main", "train": "part_that_refuses:main"}
+    whole = measuring.launch
+
+    def launched(entry: str, run: Run, _devices: Devices, *arguments: Any, **keywords: Any) -> int:
+        # on CPUs: a GPU's process would look for its GPU
+        stage = entry.split(".")[1]
+        return whole(entries[stage], run, ONE_CPU, *arguments, **keywords)
+
+    monkeypatch.setattr(measuring, "launch", launched)
+    run, devices = load("toy", ["store.path=a"], {}), Devices("cuda", (0,))
+    lines, begin = io.StringIO(), time.monotonic()
+    with pytest.raises(measuring.MeasuringFailed) as failed:
+        measuring.predictor(run, devices, tmp_path, str(tmp_path / "logs"), "", lines)
+    assert failed.value.code == 2
+    assert time.monotonic() - begin < 60
+    assert "SIGTERM" not in lines.getvalue()
+    assert capfd.readouterr().err.splitlines() == ["error: found 3, expected 4"]

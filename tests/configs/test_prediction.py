@@ -10,6 +10,7 @@ import pytest
 from dflash_pipeline.configs.costs import (
     CaptureCosts,
     CaptureWork,
+    DiskCosts,
     Mount,
     TrainCosts,
     TrainWork,
@@ -50,11 +51,10 @@ CAPTURE = CaptureCosts(
     gated_s=[0.0, 0.0],
     busy=1.0,
     batch_s=[0.0, 1 / 34_600 / 1.02, 0.0],
-    worker_bytes_per_s=4e9,
-    write_bytes_per_s=[8e9],
-    read_bytes_per_s=[12e9],
-    cached_bytes=0,
     answer_step_s=0.03,
+)
+DISK = DiskCosts(
+    worker_bytes_per_s=4e9, write_bytes_per_s=[8e9], read_bytes_per_s=[12e9], cached_bytes=0
 )
 TRAIN_WORK = TrainWork(batches=[1_095_000.0, TOKENS, 512 * 1_095_000.0, 0.0], validated=[0.0, 0.0])
 TRAIN = TrainCosts(
@@ -66,9 +66,9 @@ TRAIN = TrainCosts(
 )
 
 
-def _predictor(run: Run | None = None, **costs: Any) -> Predictor:
+def _predictor(run: Run | None = None, disk: DiskCosts = DISK, **costs: Any) -> Predictor:
     run = run or Run(train=TrainConfig(epochs=6))
-    return Predictor(run, WORK, replace(CAPTURE, **costs), TRAIN_WORK, TRAIN)
+    return Predictor(run, WORK, replace(CAPTURE, **costs), TRAIN_WORK, TRAIN, disk)
 
 
 def test_all_eight_one_after_the_other_beat_five_and_three_by_the_pages_factor() -> None:
@@ -103,29 +103,28 @@ def test_targets_of_several_gpus_are_so_many_fewer_workers() -> None:
 
 
 def test_a_disk_that_is_slower_than_the_devices_binds_and_is_named() -> None:
-    stage = _predictor(write_bytes_per_s=[1e9]).capture(8)
+    stage = _predictor(disk=replace(DISK, write_bytes_per_s=[1e9])).capture(8)
     assert stage.bound == "disk"
     assert stage.hours == pytest.approx(WORK.rows_bytes / 1e9 / HOUR_S)
     assert stage.rate == pytest.approx(1e9 / 13_920)
     assert _predictor().capture(1).bound == "device"
     # one writer alone is slower than the disk
-    assert _predictor(worker_bytes_per_s=1e8).capture(1).hours == pytest.approx(
-        WORK.rows_bytes / 1e8 / HOUR_S
-    )
+    alone = _predictor(disk=replace(DISK, worker_bytes_per_s=1e8)).capture(1)
+    assert alone.hours == pytest.approx(WORK.rows_bytes / 1e8 / HOUR_S)
 
 
 def test_of_several_mounts_the_one_that_is_done_last_counts() -> None:
     half = Mount(path="/a", needed_bytes=WORK.store_bytes // 2, free_bytes=10**14, device_id=1)
     work = replace(WORK, mounts=[half, replace(half, path="/b", device_id=2)])
-    costs = replace(CAPTURE, write_bytes_per_s=[1e9, 0.5e9], read_bytes_per_s=[2e9, 1e9])
+    disk = replace(DISK, write_bytes_per_s=[1e9, 0.5e9], read_bytes_per_s=[2e9, 1e9])
     run = Run(train=TrainConfig(epochs=1))
     slow = replace(TRAIN, batch_s=[0.0, 0.0, 0.0, 0.0])
-    predictor = Predictor(run, work, costs, TRAIN_WORK, slow)
+    predictor = Predictor(run, work, CAPTURE, TRAIN_WORK, slow, disk)
     assert predictor.capture(8).hours == pytest.approx(WORK.rows_bytes / 1e9 / HOUR_S)
     assert predictor.epoch_s(1) == (pytest.approx(WORK.rows_bytes / 2e9), True)
     # what stays in the page cache is not read from the disk
-    cached = replace(costs, cached_bytes=WORK.rows_bytes)
-    assert Predictor(run, work, cached, TRAIN_WORK, slow).epoch_s(1) == (0.0, False)
+    cached = replace(disk, cached_bytes=WORK.rows_bytes)
+    assert Predictor(run, work, CAPTURE, TRAIN_WORK, slow, cached).epoch_s(1) == (0.0, False)
 
 
 def test_a_file_system_without_room_is_named_with_all_that_is_to_lie_there() -> None:
@@ -154,7 +153,7 @@ def test_what_the_start_computes_alone_grows_with_its_samples_lengths() -> None:
     costs = replace(CAPTURE, calibrated_s=[0.02, 3e-5], gated_s=[0.0, 1e-3])
     work = replace(WORK, calibrated=[128.0, 192_000.0], gated=[4.0, 6_000.0])
     seconds = [
-        Predictor(Run(), one, costs, TRAIN_WORK, TRAIN).capture(1).hours * HOUR_S
+        Predictor(Run(), one, costs, TRAIN_WORK, TRAIN, DISK).capture(1).hours * HOUR_S
         for one in (work, WORK)
     ]
     expected = 128 * 0.02 + 192_000 * 3e-5 + 6_000 * 1e-3
@@ -165,13 +164,13 @@ def test_validations_and_checkpoints_are_pauses_and_the_last_one_is_waited_for()
     run = Run(train=TrainConfig(epochs=1, max_steps=1000, validate_every=400, save_every=500))
     work = replace(TRAIN_WORK, validated=[64.0, 6400.0])
     costs = replace(TRAIN, validated_s=[0.5, 0.01], checkpoint_s=0.25, checkpoint_bytes=80 * 10**9)
-    predictor = Predictor(run, WORK, CAPTURE, work, costs)
-    bare = Predictor(run, WORK, CAPTURE, TRAIN_WORK, TRAIN)
+    predictor = Predictor(run, WORK, CAPTURE, work, costs, DISK)
+    bare = Predictor(run, WORK, CAPTURE, TRAIN_WORK, TRAIN, DISK)
     paused_s = (predictor.train(1).hours - bare.train(1).hours) * HOUR_S
     # three validations, as many checkpoints of 20 s each, which are written while steps go on
     assert paused_s == pytest.approx(3 * (64 * 0.5 + 6400 * 0.01) + 3 * 0.25 + 20.0)
     slower = replace(costs, checkpoint_bytes=400 * 10**9)
-    waited_s = Predictor(run, WORK, CAPTURE, work, slower).train(1).hours * HOUR_S
+    waited_s = Predictor(run, WORK, CAPTURE, work, slower, DISK).train(1).hours * HOUR_S
     apart_s = 0.1216 * 1000 / 3
     assert waited_s - predictor.train(1).hours * HOUR_S == pytest.approx(80 + 2 * (100 - apart_s))
 
