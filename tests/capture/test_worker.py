@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ from dflash_pipeline.capture.construction import build_store
 from dflash_pipeline.capture.forward import Forward
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.offload import DeviceBuffer, Parcel
-from dflash_pipeline.capture.pack import BatchIndex
+from dflash_pipeline.capture.pack import BatchIndex, index_batch
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shapes
 from dflash_pipeline.capture.shards import Worker
@@ -388,19 +389,67 @@ def test_a_device_that_is_broken_is_named_before_its_buffers_are_waited_for(
         assert sum(leases.failures().values()) == 1
 
 
+def _moved(*arguments: Any) -> BatchIndex:
+    """Each row where its neighbour's should be."""
+    index = index_batch(*arguments)
+    return replace(index, row_N=np.roll(index.row_N, 1))
+
+
+def _stop_at(now: int, then: int) -> None:
+    if now == then:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_rows_that_the_gate_refuses_are_never_committed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def moved(*arguments: Any) -> BatchIndex:
-        index = index_batch(*arguments)
-        return replace(index, row_N=np.roll(index.row_N, 1))
-
-    index_batch = forward.index_batch
-    monkeypatch.setattr(forward, "index_batch", moved)
+    monkeypatch.setattr(forward, "index_batch", _moved)
     with pytest.raises(ValueError, match="the gate refuses these rows, they are not committed"):
         _capture(run)
     store = open_store(run.store.path)
     assert not any(store.is_committed(i) for i in store.layout.shard_ids())
+
+
+def _other_numbers(target: Target, ids_BT: torch.Tensor, take: Any, *, run: Any) -> torch.Tensor:
+    """Batches by a kernel that is wrong here, while samples alone are right."""
+    weight = target.layers[1].self_attn.o_proj.weight.data
+    weight *= 2
+    try:
+        found_BTH: torch.Tensor = run(target, ids_BT, take)
+    finally:
+        weight /= 2
+    return found_BTH
+
+
+@pytest.mark.parametrize("fault", ["rows", "numbers"])
+def test_the_gate_runs_again_on_resume_and_what_was_committed_stays(
+    fault: str, run: Run, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start passes it; the second one's machine or software may be another."""
+    path = Path(run.store.path)
+    with monkeypatch.context() as patch:
+        seen = _Seen(run, patch)
+        seen.before_batch = lambda _target: _stop_at(len(seen.queued), 6)
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            _capture(run)
+    store = open_store(path)
+    committed = [one for one in store.layout.shard_ids() if store.is_committed(one)]
+    before = _files(path)
+    assert committed
+    with monkeypatch.context() as patch:
+        if fault == "rows":
+            patch.setattr(forward, "index_batch", _moved)
+        else:
+            patch.setattr(Target, "run", functools.partialmethod(_other_numbers, run=Target.run))
+        with pytest.raises(ValueError, match="the gate refuses these rows, they are not committed"):
+            _capture(run)
+    store.refresh()
+    assert [one for one in store.layout.shard_ids() if store.is_committed(one)] == committed
+    # the refused shard's files stay until the next start, without a commit none are read
+    after = _files(path)
+    assert {name: after.get(name) for name in before} == before
+    _capture(run)
+    assert _differing(path, whole) == []
 
 
 def test_a_target_that_does_not_fit_says_what_holds_the_memory(
