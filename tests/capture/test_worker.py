@@ -763,6 +763,73 @@ def test_three_workers_killed_at_random_then_two_give_the_same_store_bit_for_bit
     assert verify(run.store.path, deep=True).problems == []
 
 
+def _taken(run: Run, rank: int) -> Path:
+    return Path(f"{run.store.path}.taken-{rank}")
+
+
+def _noting(run: Run, place: Place, before_batch: Callable[[], None]) -> None:
+    """A worker that notes each shard that it takes."""
+    take, compute = Worker.take, Forward.compute
+
+    def noted(self: Worker, lease: Lease) -> None:
+        with _taken(run, place.rank).open("a") as file:
+            file.write(f"{lease.shard_id}\n")
+        take(self, lease)
+
+    def paced(self: Forward, batch: slice, buffer: DeviceBuffer) -> bool:
+        before_batch()
+        return compute(self, batch, buffer)
+
+    with patch.object(Worker, "take", noted), patch.object(Forward, "compute", paced):
+        worker.main(run, place, {})
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 100
+    while not is_so():
+        assert time.monotonic() < end, "the other worker does not get on"
+        time.sleep(0.005)
+
+
+def _fast(run: Run, place: Place, _extra: dict[str, object]) -> None:
+    _noting(run, place, lambda: _wait_until(_taken(run, SLOW).exists))
+
+
+def _slow(run: Run, place: Place, _extra: dict[str, object]) -> None:
+    """Each of its batches takes as long as three shards of the other, or what is left for it."""
+    num_shards = sum(open_store(run.store.path).layout.num_shards)
+
+    def before_batch() -> None:
+        # at most two are its own: one that it computes, and one whose rows are on their way
+        wanted = min(_num_committed(run) + 3, num_shards - 2)
+        _wait_until(lambda: _num_committed(run) >= wanted)
+
+    _noting(run, place, before_batch)
+
+
+SLOW = 1
+"""Rank of the slow worker."""
+
+
+def test_a_fast_worker_takes_more_shards_than_a_slow_one_and_each_is_taken_once(
+    run: Run, whole: dict[str, bytes]
+) -> None:
+    workers = [_start(run, rank, 2, main) for rank, main in enumerate((_fast, _slow))]
+    try:
+        for process in workers:
+            process.join(timeout=120)
+        assert [process.exitcode for process in workers] == [0, 0]
+    finally:
+        for process in workers:
+            process.kill()
+            process.join()
+    fast, slow = (_taken(run, rank).read_text().splitlines() for rank in range(2))
+    layout = open_store(run.store.path).layout
+    assert sorted(fast + slow) == sorted(map(str, layout.shard_ids()))
+    assert len(fast) >= 2 * len(slow) > 0
+    assert _differing(Path(run.store.path), whole) == []
+
+
 def test_the_start_after_the_end_removes_what_a_worker_left_that_died_near_it(
     run: Run, whole: dict[str, bytes]
 ) -> None:
