@@ -84,8 +84,11 @@ def _e4m3_magnitudes(codes: tl.tensor) -> tl.tensor:
     return tl.where(codes < 8, codes.to(tl.float32) * 0.001953125, normal)
 
 
-# the layers of [N, K] bounds start at any alignment: one compilation for all
-@triton.jit(do_not_specialize=["largest_stride"], do_not_specialize_on_alignment=["largest_N"])
+# the layers of [N, K] bounds, and the index of a batch's second half, start at any alignment: one
+# compilation for all
+@triton.jit(
+    do_not_specialize=["largest_stride"], do_not_specialize_on_alignment=["index_N", "largest_N"]
+)
 def encode_kernel(
     hidden_MH: tl.tensor,
     hidden_stride: tl.tensor,

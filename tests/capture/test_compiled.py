@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from builds import builds
 from dflash_pipeline.capture import compiled, measure, planning, preflight, worker
 from dflash_pipeline.capture.compiled import (
     LEAST_TOKENS,
@@ -27,6 +28,8 @@ from dflash_pipeline.capture.compiled import (
     is_wanted,
     num_compiled,
 )
+from dflash_pipeline.capture.forward import Forward
+from dflash_pipeline.capture.offload import DeviceBuffer
 from dflash_pipeline.capture.pack import Packer
 from dflash_pipeline.capture.shapes import planned_shapes
 from dflash_pipeline.capture.target import Target
@@ -496,10 +499,41 @@ def test_a_capture_with_compiled_layers_passes_the_gate_and_compiles_nothing_aft
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_5"])
-def test_on_a_gpu_the_compilers_code_passes_the_gate(
-    family: str, make_target_dir: Callable[..., Path], tmp_path: Path
+def test_on_a_gpu_the_compilers_code_passes_the_gate_and_no_batch_compiles_or_tunes_anything(
+    family: str,
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from dflash_pipeline.capture.quantise_kernel import encode_kernel
+
     run = _run(make_target_dir(family, initializer_range=0.1), tmp_path)
+    # rows by a kernel of ours as well
+    run = replace(
+        run,
+        store=replace(run.store, hidden_mode="int4", last_mode="int8"),
+        capture=replace(run.capture, force=True),
+    )
+    compute, warm_up = Forward.compute, Packer.warm_up
+    in_warm_up, in_batches = list[str](), list[str]()
+
+    def watched(self: Forward, batch: slice, buffer: DeviceBuffer) -> bool:
+        with builds() as found:
+            is_halved = compute(self, batch, buffer)
+        in_batches.extend(found)
+        return is_halved
+
+    def noted(self: Packer, dtype: torch.dtype, device: torch.device) -> None:
+        # as in a new process
+        encode_kernel.device_caches.clear()
+        with builds() as found:
+            warm_up(self, dtype, device)
+        in_warm_up.extend(found)
+
+    monkeypatch.setattr(Forward, "compute", watched)
+    monkeypatch.setattr(Packer, "warm_up", noted)
     place = replace(cpu_place(tmp_path / "hs.logs", "capture"), device="cuda:0", kind="cuda")
     planning.plan_and_capture(run, place, {**_extra(), "kind": "cuda"})
     assert verify(run.store.path, deep=True).problems == []
+    assert any("encode_kernel" in one for one in in_warm_up)
+    assert in_batches == []

@@ -24,12 +24,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from builds import launches
 from dflash_pipeline.capture import forward, gate, worker
 from dflash_pipeline.capture.construction import build_store
 from dflash_pipeline.capture.forward import Forward
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.offload import DeviceBuffer, Parcel
 from dflash_pipeline.capture.pack import BatchIndex, index_batch
+from dflash_pipeline.capture.quantise import Quantiser
 from dflash_pipeline.capture.samples import Conversation, Dropped
 from dflash_pipeline.capture.shapes import extremes, largest_batch, planned_shapes
 from dflash_pipeline.capture.shards import Worker
@@ -315,6 +317,47 @@ def test_a_batch_that_does_not_fit_is_halved_and_its_shard_marked(
         "/commit" in name or "commit_sealed" in name
         for name in _differing(Path(run.store.path), whole)
     )
+
+
+def test_the_warm_up_builds_the_kernel_for_every_launch_of_a_capture(
+    folder: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halved batches among them, whose index begins anywhere. On a CPU by Triton's keys alone."""
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    from dflash_pipeline.capture.quantise_kernel import launch_encode
+
+    run = _run(target_dir, folder / "launches", hidden_mode="int4", last_mode="int8")
+    run = replace(run, capture=replace(run.capture, force=True))
+    _plan(run)
+    encode, begin, part = Quantiser.encode, Forward.__init__, Forward._part
+    num_warm, begun = list[int](), set[int]()
+
+    def encoded(self: Quantiser, hidden: Any, index_N: Any, rows: Any, largest: Any) -> None:
+        if len(index_N):
+            own = self.centre_H, self.inlier_H, self.kept_k
+            launch_encode(hidden, index_N, *own, rows, largest, self.calibration)
+        encode(self, hidden, index_N, rows, largest)
+
+    def warm(self: Forward, store: Any, target: Target, *rest: Any) -> None:
+        begin(self, store, target, *rest)
+        self._packer.warm_up(target.dtype, target.device)
+        num_warm.append(len(keys))
+
+    def halved(self: Forward, batch: slice, width: int, buffer: DeviceBuffer) -> None:
+        if batch.start not in begun and batch.stop - batch.start > 1:
+            begun.update(range(batch.start, batch.stop))
+            raise GPU_IS_FULL
+        part(self, batch, width, buffer)
+
+    monkeypatch.setattr(Quantiser, "encode", encoded)
+    monkeypatch.setattr(Forward, "__init__", warm)
+    monkeypatch.setattr(Forward, "_part", halved)
+    with launches() as keys:
+        _capture(run)
+    (first,) = num_warm
+    assert len(set(keys[:first])) == 2
+    assert len(keys) > 100
+    assert set(keys[first:]) == set(keys[:first])
 
 
 def test_a_shard_that_keeps_failing_is_set_aside_named_and_tried_again_by_the_next_run(
