@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import LossConfig, Run
+from dflash_pipeline.configs.schema import FeedConfig, LossConfig, Run
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store import paths
+from dflash_pipeline.store.access import Access, Bytes, Plain, Range
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.train.clock import Clock
 from dflash_pipeline.train.feed import Batch, Feed, feed_access
@@ -34,7 +35,10 @@ def feed_of(
 ) -> Callable[..., object]:
     @contextmanager
     def make(
-        run: Run, shape: DrafterShape = shape, poison: bool = True
+        run: Run,
+        shape: DrafterShape = shape,
+        poison: bool = True,
+        access: Access | None = None,
     ) -> Iterator[tuple[Feed, Catalog]]:
         shares = parse_stores(run.train.stores)
         samples = catalog([whole_store.table], shares, run.train)
@@ -48,8 +52,8 @@ def feed_of(
             print,
             num_planned=0,
         )
-        access = feed_access([whole_store], run.feed, print)
-        arguments = (run, shape, CPU, torch.float32, poison, access, Clock(CPU))
+        way = access or feed_access([whole_store], run.feed, print)
+        arguments = (run, shape, CPU, torch.float32, poison, way, Clock(CPU))
         with Feed([whole_store], samples, order, *arguments) as feed:
             yield feed, samples
 
@@ -190,6 +194,34 @@ def test_counts_are_sums_since_they_were_taken(
         assert counts.size_bytes == counts.num_tokens * 3 * 16
         assert counts.wait_s > 0
         assert feed.take_counts().num_samples == 0
+
+
+class _Slow(Plain):
+    """A disk that takes 150 ms for each read."""
+
+    def read(self, place: Range, out: Bytes) -> None:
+        time.sleep(0.15)
+        super().read(place, out)
+
+
+def test_300_ms_of_disk_a_batch_are_hidden_behind_steps_of_125(
+    feed_of: Callable[..., object], train_run: Callable[..., Run]
+) -> None:
+    """By the feed's default settings. A batch of one block is two reads: `hidden` and `last`."""
+    run = replace(train_run(anchors_per_sample=1, batch_anchors=1), feed=FeedConfig())
+    num_steps = 16
+    with feed_of(run, access=_Slow(drops_cache=False)) as (feed, _samples):
+        batches = _batches(feed)
+        for _ in range(4):
+            next(batches)
+            time.sleep(0.125)
+        # nothing was there to hide the first one behind
+        assert feed.take_counts().wait_s >= 0.3
+        for _ in range(num_steps):
+            batch = next(batches)
+            assert len(batch.samples) == 1
+            time.sleep(0.125)
+        assert feed.take_counts().wait_s < 0.1 * num_steps * 0.125
 
 
 def test_what_is_read_how_is_said_in_one_line(
