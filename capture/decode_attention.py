@@ -3,6 +3,8 @@
 Where there is a padding mask, transformers (5.17 still, 5.24 no more) copies keys and values to as
 many heads as queries have, at each step and in each layer. Here the query heads of a key-value head
 become the rows of one product with it, and SDPA's kernels do the rest: scores are fp32, as before.
+The padding mask, too, is made once a step as those kernels take it, and without asking the device
+whether there is any padding; transformers' own would be converted in each layer.
 Letters: B sequences, G key-value heads, R query heads of each, T positions, D head dimension.
 Trap: a mask must be one of all heads, or a row of the product would be masked as another head.
 """
@@ -11,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -24,6 +28,9 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _IDLE = frozenset(("position_ids", "cache_position", "use_cache", "sliding_window", "is_causal"))
 # by name; not annotated by transformers
 _functions: Any = ALL_ATTENTION_FUNCTIONS
+_masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
+# elements: kernels copy a mask whose rows begin at other places than multiples of 16 bytes
+_ALIGNED = 8
 
 
 @contextmanager
@@ -31,6 +38,7 @@ def grouped(model: nn.Module) -> Iterator[None]:
     """Within it the model's `sdpa` attention is this one where it can be; other models, and other
     implementations than `sdpa`, do not see it. In one thread: the functions are the process's."""
     plain: Attention = _functions["sdpa"]
+    plain_mask: Callable[..., torch.Tensor | None] = _masks["sdpa"]
     own = frozenset(map(id, model.modules()))
 
     def attention(
@@ -49,10 +57,34 @@ def grouped(model: nn.Module) -> Iterator[None]:
 
     # not the model's setting: a name of our own would be unknown to what asks whether it is `sdpa`
     _functions["sdpa"] = attention
+    _masks["sdpa"] = partial(token_mask, plain_mask)
     try:
         yield
     finally:
         _functions["sdpa"] = plain
+        _masks["sdpa"] = plain_mask
+
+
+def token_mask(
+    plain: Callable[..., torch.Tensor | None], *inputs: Any, **settings: Any
+) -> torch.Tensor | None:
+    """The mask of transformers' `plain`; that of one new token as what is added to its scores."""
+    padding_BT = settings.get("attention_mask")
+    # how many are new: as a number, or in older releases as their positions
+    num_new = settings.get("q_length")
+    if num_new is None and (positions := settings.get("cache_position")) is not None:
+        num_new = len(positions)
+    if padding_BT is None or num_new != 1 or inputs:
+        return plain(*inputs, **settings)
+    # whether it could be left out, that is, whether all is seen, the device would have to say
+    mask = plain(**settings | {"allow_is_causal_skip": False})
+    dtype = settings.get("dtype")
+    if mask is None or mask.dtype != torch.bool or dtype is None:
+        return mask
+    length = mask.shape[-1]
+    width = -(-length // _ALIGNED) * _ALIGNED
+    added = torch.full((*mask.shape[:-1], width), -torch.inf, dtype=dtype, device=mask.device)
+    return added[..., :length].masked_fill_(mask, 0)
 
 
 def _is_idle(name: str, setting: object) -> bool:

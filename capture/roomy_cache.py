@@ -62,6 +62,16 @@ class RoomyLayer(DynamicLayer):
         self.values = self._rooms[1].appended(self.values, value_states)
         return self.keys, self.values
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """These rows, in this order; fewer than there were will do."""
+        if self._rooms is None:
+            super().reorder_cache(beam_idx)
+            return
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys = self._rooms[0].selected(self.keys, beam_idx)
+        self.values = self._rooms[1].selected(self.values, beam_idx)
+
 
 class _Room:
     """One buffer, [B, G, T and room, D]."""
@@ -84,4 +94,15 @@ class _Room:
             self._buffer = buffer
         buffer[:, :, begin:end] = new_BGTD
         self._given = buffer[:, :, :end]
+        return self._given
+
+    def selected(self, old: torch.Tensor, index_B: torch.Tensor) -> torch.Tensor:
+        """Rows of `old`, with room behind them, so that the next token copies nothing again."""
+        index_B = index_B.to(old.device)
+        buffer = self._buffer
+        if buffer is None or old is not self._given:
+            self._buffer = self._given = None
+            return old.index_select(0, index_B)
+        self._buffer = buffer.index_select(0, index_B)
+        self._given = self._buffer[:, :, : old.shape[2]]
         return self._given

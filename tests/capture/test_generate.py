@@ -19,7 +19,8 @@ import torch
 
 from dflash_pipeline.capture import generate
 from dflash_pipeline.capture.answer_file import AnswerFile
-from dflash_pipeline.capture.answerer import Answerer, end_ids, gumbel
+from dflash_pipeline.capture.answerer import Answerer, end_ids
+from dflash_pipeline.capture.draw import gumbel
 from dflash_pipeline.capture.answers import Dialogue
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Dropped, read
