@@ -84,9 +84,7 @@ def decode(
     return answers
 
 
-def _goes_on(
-    answer: list[int], tokens: Sequence[int], room: int, ends: Collection[int]
-) -> bool:
+def _goes_on(answer: list[int], tokens: Sequence[int], room: int, ends: Collection[int]) -> bool:
     """Add to an answer what belongs to it; whether it goes on after all of `tokens`.
 
     What a row chose behind its end, or beyond its room, is nobody's.
@@ -142,7 +140,8 @@ class _Batch:
         if name is None:
             raise ValueError(f"{type(self._model).__name__} gives no cache that goes on")
         self._cache = {name: found[name]}
-        return found.logits[:, -1]
+        logits_BTV: torch.Tensor = found.logits
+        return logits_BTV[:, -1]
 
     def go_on(self, token_B: torch.Tensor) -> torch.Tensor:
         """One more token of each row; the logits of the next."""
@@ -152,7 +151,8 @@ class _Batch:
             token_B.to(self._device)[:, None], mask_BT, self._position_B[:, None], **self._cache
         )
         self._position_B = self._position_B + 1
-        return found.logits[:, -1]
+        logits_BTV: torch.Tensor = found.logits
+        return logits_BTV[:, -1]
 
     def keep(self, index_B: torch.Tensor) -> None:
         """Only these rows are left."""

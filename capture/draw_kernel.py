@@ -64,9 +64,7 @@ def draw_kernel(
         uniform_X = (bits_X.to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08
         noise_X = -tl.log(-tl.log(tl.minimum(uniform_X, _BELOW_ONE)))
         score_X = tl.div_rn(logits_X, temperature) + noise_X
-    score, place = tl.max(
-        score_X, axis=0, return_indices=True, return_indices_tie_break_left=True
-    )
+    score, place = tl.max(score_X, axis=0, return_indices=True, return_indices_tie_break_left=True)
     is_odd = tl.max((logits_X != logits_X).to(tl.int32), axis=0) != 0
     largest = tl.where(is_odd, float("nan"), tl.max(logits_X, axis=0))
     out = row * S + tile

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_pipeline.capture import decode_attention
 from dflash_pipeline.capture.answerer import Answerer
 from dflash_pipeline.capture.answers import Dialogue
-from dflash_pipeline.capture.decode_attention import grouped, grouped_attention
+from dflash_pipeline.capture.decode_attention import grouped, grouped_attention, token_mask
 from dflash_pipeline.capture.model import resolve
 from dflash_pipeline.capture.target import Target
 from dflash_pipeline.configs.schema import DataConfig, GenerateConfig, TargetConfig
@@ -196,19 +197,56 @@ def test_padded_batches_are_answered_as_before(
         assert greedy_tokens(model) == wanted
 
 
-def test_the_plain_function_is_back_after_an_error() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 37, 40])
+def test_the_mask_of_one_token_is_added_to_scores_and_begins_rows_aligned(
+    length: int, dtype: torch.dtype
+) -> None:
+    padding_BT = torch.arange(length) >= torch.tensor([[0], [length // 2], [length - 1]])
+    asked: list[dict[str, Any]] = []
+
+    def plain(**settings: Any) -> torch.Tensor:
+        asked.append(settings)
+        return padding_BT[:, None, None]
+
+    settings = {"attention_mask": padding_BT, "dtype": dtype, "allow_is_causal_skip": True}
+    for num_new in ({"q_length": 1}, {"cache_position": torch.tensor([4])}):
+        mask = token_mask(plain, **settings, **num_new)
+        assert mask is not None
+        assert mask.dtype == dtype
+        assert torch.equal(mask == 0, padding_BT[:, None, None])
+        assert torch.equal(mask == -torch.inf, ~padding_BT[:, None, None])
+        assert mask.stride(0) * mask.element_size() % 16 == 0
+        assert not asked[-1]["allow_is_causal_skip"]
+
+
+def test_other_masks_are_those_of_transformers() -> None:
+    made = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    for settings in (
+        {"q_length": 2, "attention_mask": torch.ones(1, 2), "dtype": torch.float32},
+        {"q_length": 1, "attention_mask": None, "dtype": torch.float32},
+        {"q_length": 1, "attention_mask": torch.ones(1, 2)},
+        {"attention_mask": torch.ones(1, 2), "dtype": torch.float32},
+    ):
+        assert token_mask(lambda **_settings: made, **settings) is made
+
+
+def test_the_plain_functions_are_back_after_an_error() -> None:
     functions: Any = ALL_ATTENTION_FUNCTIONS
-    plain = functions["sdpa"]
+    masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
+    plain, plain_mask = functions["sdpa"], masks["sdpa"]
 
     def fail(error: BaseException) -> None:
         with grouped(torch.nn.Linear(1, 1)):
             assert functions["sdpa"] is not plain
+            assert masks["sdpa"] is not plain_mask
             raise error
 
     for error in (torch.OutOfMemoryError(), KeyboardInterrupt()):
         with pytest.raises(type(error)):
             fail(error)
         assert functions["sdpa"] is plain
+        assert masks["sdpa"] is plain_mask
 
 
 def test_a_target_that_has_answered_is_captured_as_before(

@@ -13,14 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from dflash_pipeline.capture import generate
 from dflash_pipeline.capture.answer_file import AnswerFile
 from dflash_pipeline.capture.answerer import Answerer, end_ids
-from dflash_pipeline.capture.draw import gumbel
 from dflash_pipeline.capture.answers import Dialogue
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.samples import Dropped, read
@@ -244,16 +242,6 @@ def test_samples_are_numbered_and_differ_and_do_not_depend_on_the_batch(
     assert {key: line["token_ids"] for key, line in answers(run).items()} == {
         key: line["token_ids"] for key, line in found.items()
     }
-
-
-def test_the_noise_draws_from_the_softmax() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    seeds = list(range(20_000))
-    drawn = (logits + gumbel(seeds, 3, 4, torch.device("cpu"))).argmax(-1)
-    share = np.bincount(drawn.numpy(), minlength=4) / len(seeds)
-    assert np.abs(share - torch.softmax(logits, 0).numpy()).max() < 0.01
-    again = gumbel([7], 3, 4, torch.device("cpu"))
-    assert torch.equal(again[0], gumbel(seeds, 3, 4, torch.device("cpu"))[7])
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), MemoryError()])

@@ -67,6 +67,28 @@ def test_whatever_is_done_to_a_layer_it_stays_what_the_growing_one_is(seed: int)
         assert all(torch.equal(one, before) for one, before in given)
 
 
+def test_rows_that_are_left_keep_their_room() -> None:
+    """Fewer rows than there were, as many times as one likes; and the others' memory is free."""
+    layer, plain = RoomyLayer(), DynamicLayer()
+    generator = torch.Generator().manual_seed(0)
+    for index in ([0, 2, 3, 4], [1, 3], [0]):
+        num_rows = len(layer.keys) if layer.is_initialized else 5
+        new = [torch.randn((num_rows, 3, 7, 4), generator=generator) for _ in range(2)]
+        for one in (layer, plain):
+            one.update(*new)
+            one.reorder_cache(torch.tensor(index))
+        assert torch.equal(layer.keys, plain.keys)
+        assert torch.equal(layer.values, plain.values)
+        place = layer.keys.data_ptr()
+        token = torch.randn((len(index), 3, 1, 4), generator=generator)
+        for found, wanted in zip(
+            layer.update(token, -token), plain.update(token, -token), strict=True
+        ):
+            assert torch.equal(found, wanted)
+        # nothing was copied a second time
+        assert layer.keys.data_ptr() == place
+
+
 def test_a_layer_that_was_cut_from_outside_goes_on_with_what_is_left() -> None:
     layer = RoomyLayer()
     first = torch.arange(24.0).reshape(1, 1, 6, 4)
