@@ -16,6 +16,7 @@ import torch
 from dflash_pipeline.capture.answers import Dialogue, answer_seed
 from dflash_pipeline.capture.decode_attention import grouped
 from dflash_pipeline.capture.decode_loop import LOOK_EVERY, NO_NUMBER, decode
+from dflash_pipeline.capture.decode_norm import fused_norms
 from dflash_pipeline.capture.draw import Draw
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.roomy_cache import roomy
@@ -135,7 +136,7 @@ class Answerer:
     ) -> list[list[int]]:
         rooms = [self._room(len(prompt)) for prompt in prompts]
         device = torch.device(self._device)
-        with grouped(self._model), roomy(self._model):
+        with grouped(self._model), fused_norms(self._model), roomy(self._model):
             answers = decode(
                 self._model,
                 prompts,
