@@ -20,9 +20,10 @@ import torch
 LOOK_EVERY = 16
 NO_NUMBER = -1
 """In place of a token that was chosen from NaN or Inf; nothing follows it."""
-# the rows that are left, of those in the batch, at which the ended ones leave it: copying the cache
-# of the others costs about a step
-_KEPT_SHARE = 3 / 4
+# the rows that are left, of those in the batch, at which the ended ones leave it: to copy the cache
+# of the others costs less than a step. Of the rows decoded for the README's study 93 % were
+# unfinished ones with it, 88 % with 3 / 4, and 69 % where none left
+_KEPT_SHARE = 7 / 8
 # transformers renamed the argument on the way
 _CACHES = ("cache", "past_key_values")
 

@@ -29,7 +29,7 @@ def fused_norms(model: nn.Module) -> Iterator[None]:
     found = [module for module in model.modules() if is_plain(module)]
     for module in found:
         # of this one module: its class may be another target's too
-        module.forward = partial(fused_norm, module)  # type: ignore[method-assign]
+        module.forward = partial(fused_norm, module)
     try:
         yield
     finally:

@@ -88,7 +88,7 @@ def test_answers_are_those_of_each_prompt_alone(
         assert looped(model, prompts, ROOMS, ends, look_every) == wanted
         rows = [count for count, _ in seen]
         assert rows == sorted(rows, reverse=True)
-        assert len(set(rows)) > 2
+        assert len(set(rows)) > (2 if look_every == 1 else 1)
         assert 0 <= len(rows) - max(map(len, wanted)) < look_every
 
 
@@ -191,13 +191,13 @@ def test_the_last_token_is_not_put_to_the_model() -> None:
     assert len(model.num_rows) == 3
 
 
-def test_rows_leave_once_a_quarter_of_them_has_ended() -> None:
+def test_rows_leave_once_an_eighth_of_them_has_ended() -> None:
     kept: list[list[int]] = []
     cache = SimpleNamespace(reorder_cache=lambda index_B: kept.append(index_B.tolist()))
     model = Scripted(one_hot(*[1] * 9), cache)
-    looped(model, [[1]] * 8, [1, 9, 2, 9, 9, 5, 9, 9], set(), 1)
-    assert kept == [[1, 3, 4, 5, 6, 7]]
-    assert model.num_rows == [8, 8, 6, 6, 6, 6, 6, 6, 6]
+    looped(model, [[1]] * 10, [1, 9, 2, 9, 9, 5, 9, 9, 9, 9], set(), 1)
+    assert kept == [[1, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 4, 5, 6, 7]]
+    assert model.num_rows == [10, 10, 8, 8, 8, 7, 7, 7, 7]
 
 
 def test_a_model_without_a_cache_is_refused_by_name() -> None:
