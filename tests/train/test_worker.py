@@ -34,6 +34,8 @@ from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.loading import read_checkpoint
 from dflash_pipeline.train.order import catalog, planned_steps
 from dflash_pipeline.train.replay import held_out
+from dflash_pipeline.train.shape import DrafterShape
+from exports import speculators, tensors
 
 # torch 2.11 warns about its own use of deprecated calls when it compiles
 WARNS = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -103,6 +105,30 @@ def test_a_run_learns_and_leaves_a_whole_run_directory(
         worker.main(*_elsewhere(other, place, tmp_path, "third"), NEW)
     # a refused run is none: the corrected line may name the same directory
     assert [one.name for one in (tmp_path / "third").iterdir()] == ["logs"]
+
+
+def test_a_step_is_trained_from_a_checkpoint_of_speculators(
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    shape: DrafterShape,
+    place: Place,
+    tmp_path: Path,
+) -> None:
+    theirs = {name: tensor.bfloat16().float() for name, tensor in tensors(shape).items()}
+    speculators(tmp_path / "theirs", shape, theirs)
+    run = train_run(max_steps=1, init_from=str(tmp_path / "theirs"))
+    run = replace(run, optim=replace(run.optim, lr=1e-3, clip=0.0, warmup=0.0))
+    worker.main(run, place, NEW)
+    last = tmp_path / "out" / "last"
+    state = load_file(last / "state" / "state.safetensors")
+    moved = {name: state[f"master.{name}"] - tensor for name, tensor in theirs.items()}
+    # AdamW's first step moves what has a gradient by the learning rate
+    assert all(0 < float(change.abs().max()) <= 1.001e-3 for change in moved.values())
+    records = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    (loss,) = [record["loss"] for record in records if "loss" in record]
+    assert 0 < loss < 10
+    # what it was trained into is of our own layout
+    assert read_checkpoint(last).layout == "zlab"
 
 
 def test_a_store_without_last_is_learnt_from_with_what_the_refusal_proposes(
