@@ -210,6 +210,10 @@ def test_the_tables_of_the_training_step_are_what_was_measured() -> None:
     ce = found["step 8B CE"]
     flat = " ".join(TEXT.split())
     assert f"for this shape, {185 / ce['ms']:.2f} and {266 / ce['ms']:.2f} times as long" in flat
+    chunks = [found[f"loss KL+CE V 151936 H 4096 chunk {rows}"] for rows in (1280, 1920, 2560)]
+    times, sizes = ([one[key] for one in chunks] for key in ("ms", "peak_gib"))
+    shown = "took {:.1f}, {:.1f} and {:.1f} ms and {:.1f}, {:.1f} and {:.1f} GiB (the loss alone"
+    assert shown.format(*times, *sizes) in flat
     a_row = 107 / (512 * 7 / 1000)
     shown = f"{a_row:.1f} ms per 1,000, {a_row / ce['ms_per_1000_rows']:.2f} times as long"
     assert shown in flat
