@@ -118,6 +118,14 @@ def _width(shape: Shape) -> tuple[int, int]:
     return shape[1], shape[0]
 
 
+def code_of(target: Target) -> str:
+    """Names what is compiled: equal for processes that can use one another's results."""
+    is_cuda = target.device.type == "cuda"
+    device = torch.cuda.get_device_name(target.device) if is_cuda else "cpu"
+    parts = (torch.__version__, device, target.dtype, target.model.config.to_json_string())
+    return " ".join(map(str, parts))
+
+
 def num_compiled() -> int:
     """Regions that this process has compiled so far, all versions counted."""
     found: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dflash_pipeline.capture.calibrating import calibrated
-from dflash_pipeline.capture.compiled import Served, compile_layers, is_wanted
+from dflash_pipeline.capture.compiled import Served, code_of, compile_layers, is_wanted
 from dflash_pipeline.capture.forward import MORE_GPUS
 from dflash_pipeline.capture.model import TargetFiles, resolve
 from dflash_pipeline.capture.offload import Offload
@@ -20,6 +20,7 @@ from dflash_pipeline.capture.shards import Worker
 from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.target import Target, compute_dtype, slow_fallback
 from dflash_pipeline.capture.times import Times
+from dflash_pipeline.capture.turns import turn
 from dflash_pipeline.capture.voice import Voice
 from dflash_pipeline.capture.warmup import warm_up
 from dflash_pipeline.configs.errors import UsageError, first_line
@@ -137,8 +138,15 @@ def compiled(
     if not is_wanted(config.compile, target.device.type, bool(target.spread), num_tokens):
         return None
     log.say("compiling the target's layers")
+
+    def wait() -> None:
+        # no lease is held yet: nobody takes this worker for hung
+        log.state("waiting")
+        time.sleep(IDLE_S)
+
     try:
-        return compile_layers(target, [shape for found in planned for shape in found])
+        with turn(code_of(target), log.say, wait):
+            return compile_layers(target, [shape for found in planned for shape in found])
     except Exception as error:
         if config.compile == "on":
             raise

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from dflash_pipeline.capture.compiled import (
     LEAST_TOKENS,
     SPREAD,
     Served,
+    code_of,
     compile_layers,
     is_wanted,
     num_compiled,
@@ -33,6 +37,7 @@ from dflash_pipeline.capture.offload import DeviceBuffer
 from dflash_pipeline.capture.pack import Packer
 from dflash_pipeline.capture.shapes import planned_shapes
 from dflash_pipeline.capture.target import Target
+from dflash_pipeline.capture.turns import WAITING, turn
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.schema import Run, TargetConfig
 from dflash_pipeline.store.check import verify
@@ -494,6 +499,40 @@ def test_a_capture_with_compiled_layers_passes_the_gate_and_compiles_nothing_aft
     assert _compiled_shards(store) == {
         one for one, batches in by_shard.items() if any(b.stop - b.start > 1 for b in batches)
     }
+
+
+def test_a_worker_that_compiles_what_another_one_does_waits_and_says_so(
+    make_target_dir: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    traced: list[int],
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    run = _run(make_target_dir("qwen3"), tmp_path)
+    planning.main(run, cpu_place(tmp_path / "hs.logs", "plan"), _extra())
+    del traced[:]
+    others, sleep = ExitStack(), time.sleep
+    load = worker.load_target
+
+    def loaded(*arguments: Any) -> Target:
+        target = load(*arguments)
+        # the other one has come first
+        others.enter_context(turn(code_of(target), pytest.fail, pytest.fail))
+        return target
+
+    def waited(seconds: float) -> None:
+        assert traced == []
+        others.close()
+        sleep(seconds)
+
+    monkeypatch.setattr(worker, "load_target", loaded)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(sleep=waited))
+    with others:
+        worker.main(run, cpu_place(tmp_path / "hs.logs", "capture"), {})
+    assert len(traced) == 1
+    assert capsys.readouterr().out.count(WAITING) == 1
+    assert open_store(run.store.path).is_complete
 
 
 @pytest.mark.gpu
