@@ -2,10 +2,11 @@
 
     python tests/bench/study.py STAGES FOLDER --prompts DIR [--memory DIR] [--seeds 3]
         [--size full|rehearsal|tiny] [--gpus 0-1] [--per-gpu 9] [--minutes 9]
-        [--arms NAME,... [--objective NAME]]
+        [--arms NAME,... [--objective NAME]] [--answers DIR]
 
-STAGES: `estimate`, `all`, or some of data, store, arms, score and report with commas between them,
-done one after another as far as time goes; `all` is data,store,arms,score,arms,score,report. DIR
+STAGES: `estimate`, `all`, or some of data, store, arms, score, decode and report with commas
+between them, done one after another as far as time goes; `all` is
+data,store,arms,score,arms,score,report. DIR
 holds train_{math,code,chat}.jsonl and eval_{math,code,chat}.jsonl; `rehearsal` takes a few of them
 on any machine, `tiny` is of the toy target and writes its own. With --memory, a folder of its own
 on /dev/shm, half of every store lies there. Run it again to go on: each stage does what is missing,
@@ -17,6 +18,14 @@ is asked of the best one (of --objective, where it is given), and the long ones,
 long-dpace, which are trained only so. `report` writes study.json, study.md and study.png into
 FOLDER/report, and into $OUT where that is set, of whatever is scored by then; so does every
 `score`, and every line that ends early.
+
+`decode` is `dflash eval` of the best of the long arms that are scored (where none is, of all):
+greedy, then sampled, in decode.json beside the report; each is begun only where it should fit into
+what is left. What $OUT takes is copied off a machine that goes away: `data` puts the answers there,
+`decode` the best run's checkpoint, each packed in a few parts (`cat NAME.*.tar.xz | tar xJ`). With
+--answers, a folder of such parts, they are taken from there (in place of --prompts too), unless
+their target, prompts or settings are others, and are not sent again: the same line begins anew on
+another machine, and goes on where it was.
 """
 
 from __future__ import annotations
@@ -36,7 +45,7 @@ from studies import cost, result
 from studies.arms import objective_arms
 from studies.running import Deadline, OutOfTime
 from studies.sizes import SIZES
-from studies.stages import Study, make_importable, named_stages
+from studies.stages import DECODE, Study, make_importable, named_stages
 
 MOST_IMPORTS_S = 60.0
 PER_GPU = 9
@@ -44,7 +53,8 @@ PER_GPU = 9
 
 
 def main() -> int:
-    """0: done; 1: something failed, and is told; 3: time was up, run the same line again."""
+    """0: done; 1: something failed, and is told; 2: the line asks for what cannot be; 3: time was
+    up, run the same line again."""
     options = _options()
     make_importable(options.per_gpu)
     study = Study(
@@ -57,6 +67,7 @@ def main() -> int:
         options.memory.resolve() if options.memory else None,
         tuple(filter(None, options.arms.split(","))),
         options.objective,
+        options.answers.resolve() if options.answers else None,
     )
     if options.stages == ("estimate",):
         num_devices = len(study.devices.ids)
@@ -65,9 +76,10 @@ def main() -> int:
         return 0
     try:
         study.all_wanted()
-    except ValueError as error:
-        sys.exit(f"--arms: {error}")
-    study.prepare(options.prompts.resolve() if options.prompts else None)
+        study.prepare(options.prompts.resolve() if options.prompts else None)
+    except (ValueError, OSError) as error:
+        print(f"study.py: {error}", file=sys.stderr)
+        return 2
     os.chdir(study.folder)
     command = shlex.join(["python", "tests/bench/study.py", *sys.argv[1:]])
     return run_stages(study, options.stages, command)
@@ -82,8 +94,10 @@ def run_stages(study: Study, stages: Sequence[str], command: str) -> int:
     """Each stage in turn; the report as often as there may be something new to tell, as the
     machine may not be there for another call."""
     code, failures = 0, list[str]()
-    for stage in stages:
+    for place, stage in enumerate(stages):
         begin = time.monotonic()
+        if stage == "arms":
+            _foretell(study, stages[place:])
         print(f"{stage}: begun, {study.deadline.left_s:.0f} s left", flush=True)
         try:
             if stage != "report":
@@ -101,7 +115,7 @@ def run_stages(study: Study, stages: Sequence[str], command: str) -> int:
         else:
             print(f"{stage}: done in {time.monotonic() - begin:.0f} s", flush=True)
         is_over = code != 0 or (bool(failures) and not study.can_go_on)
-        if is_over or stage in ("score", "report"):
+        if is_over or stage in ("score", DECODE, "report"):
             _report(study, command)
         if is_over:
             break
@@ -110,6 +124,15 @@ def run_stages(study: Study, stages: Sequence[str], command: str) -> int:
     if failures:
         print("\n".join(["failed:", *failures]), flush=True)
     return 1 if failures else code
+
+
+def _foretell(study: Study, stages: Sequence[str]) -> None:
+    """What is left may be more than this call has time for: better known before it begins."""
+    costs = study.foretold(stages)
+    told = ", ".join(f"{one.name} {one.seconds:.0f} s" for one in costs)
+    total_s = sum(one.seconds for one in costs)
+    told = f"{told}; {total_s:.0f} s in all" if costs else f"size {study.size_name} is not"
+    print(f"estimated: {told}; this call has {study.deadline.left_s:.0f} s left", flush=True)
 
 
 def _report(study: Study, command: str) -> None:
@@ -123,6 +146,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--memory", type=Path)
+    parser.add_argument("--answers", type=Path)
     parser.add_argument("--size", choices=list(SIZES), default="full")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--gpus", default="")

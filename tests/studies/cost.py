@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash_pipeline.store.rows import row_bytes
 from dflash_pipeline.train.floor import H200_FLOP_PER_S, StepSize, step_flop
 from studies.arms import BASE_STORE, EVAL_STORE, MODES, Arm, later_arms, objective_arms
-from studies.sizes import Size, answer_jobs
+from studies.decoding import BATCH, Way
+from studies.sizes import DOMAINS, Size, answer_jobs
 
 MEASURED = Path(__file__).parents[1] / "bench" / "real_target.json"
 # rows of training and of held-out prompts that stand in the shared files
@@ -47,6 +48,11 @@ START_S = 30.0
 REPLAY_S = 0.016
 # assumed: the rate that each of three captures keeps beside the others and three trainers
 CAPTURE_SHARE = 0.7
+# measured in fp32 on one H200, one prompt at a time: 923 cycles, plain steps among them, in 28.8 s;
+# assumed of batches, as both wait for launches
+CYCLE_S = 0.031
+# assumed of the trained drafter and of lookup; the untrained one's is 1
+DECODE_TAU = 1.7
 # cores and trainers of a GPU
 CORES, PER_GPU = 16, 9
 
@@ -97,11 +103,11 @@ def costs(size: Size, num_seeds: int, num_gpus: int) -> list[Cost]:
     return [
         _data(size, num_gpus),
         _store(size, num_seeds, num_gpus),
-        _arms("arms: the losses", size, objectives, num_gpus),
+        training("arms: the losses", size, objectives, num_gpus),
         # with the runs that followed the capture, prompt lookup and an untrained drafter
-        _score(size, _num_runs(objectives) + num_seeds + 2, num_gpus),
-        _arms("arms: of the best loss", size, later, num_gpus),
-        _score(size, _num_runs(later), num_gpus),
+        scoring(size, _num_runs(objectives) + num_seeds + 2, num_gpus),
+        training("arms: of the best loss", size, later, num_gpus),
+        scoring(size, _num_runs(later), num_gpus),
     ]
 
 
@@ -157,33 +163,56 @@ def _store(size: Size, num_seeds: int, num_gpus: int) -> Cost:
     )
 
 
-def _arms(name: str, size: Size, arms: Sequence[Arm], num_gpus: int) -> Cost:
-    flop = step_flop(Dimensions(), _step_size(size))
-    device_s = TURNS * flop.total / H200_FLOP_PER_S / EFFICIENCY
-    alone_s = 1 / _measured()["train"]["steps_per_s"]
-    a_step_s = max(device_s, alone_s / PER_GPU) / num_gpus
-    blocks = num_answers(size, "train") * _number(size, "train.anchors_per_sample")
-    batch = _number(size, "train.batch_anchors")
-    steps = _number(size, "train.epochs") * blocks / batch
-    # blocks of 16 are twice the rows, one and five layers together as much as two of three
-    runs = _num_runs(arms) + sum("block" in arm.name for arm in arms)
-    waves = math.ceil(runs / (PER_GPU * num_gpus))
+def training(name: str, size: Size, arms: Sequence[Arm], num_gpus: int) -> Cost:
+    """All runs of these arms, as many at a time as a GPU takes."""
+    device_s, kinds = 0.0, dict[str, int]()
+    alone_s, longest_s = 1 / _measured()["train"]["steps_per_s"], 0.0
+    for arm in filter(lambda arm: arm.seeds, arms):
+        own = replace(size, settings={**size.settings, **arm.settings})
+        blocks = num_answers(own, "train") * _number(own, "train.anchors_per_sample")
+        batch = _number(own, "train.batch_anchors")
+        steps = _number(own, "train.epochs") * blocks / batch
+        dimensions = Dimensions(num_layers=_number(own, "drafter.num_layers"))
+        flop = step_flop(dimensions, _step_size(own)).total
+        a_step_s = TURNS * flop / H200_FLOP_PER_S / EFFICIENCY
+        device_s += len(arm.seeds) * steps * a_step_s
+        longest_s = max(longest_s, steps * alone_s)
+        kind = f"{steps:,.0f} steps of {batch:,} blocks: {flop / 1e12:.2f} TFLOP a step, "
+        kind += f"{a_step_s * 1e3:.1f} ms of the device"
+        kinds[kind] = kinds.get(kind, 0) + len(arm.seeds)
+    if not kinds:
+        return Cost(name, 0.0, "nothing is left")
+    waves = math.ceil(_num_runs(arms) / (PER_GPU * num_gpus))
+    told = "; ".join(f"{count} runs of {kind}" for kind, count in kinds.items())
     return Cost(
         name,
-        runs * steps * a_step_s + waves * START_S,
-        f"{_num_runs(arms)} runs of {steps:,.0f} steps of {batch:,} blocks: "
-        f"{flop.total / 1e12:.2f} TFLOP a step, {device_s * 1e3:.1f} ms of the device at "
-        f"{EFFICIENCY:.0%} of its rate and with the turns (assumed), {alone_s * 1e3:.0f} ms alone "
-        f"(measured, of half the blocks): {PER_GPU} share a GPU",
+        max(device_s / num_gpus, waves * longest_s) + waves * START_S,
+        f"{told} (at {EFFICIENCY:.0%} of its rate and with the turns, assumed; {alone_s * 1e3:.0f} "
+        f"ms alone, measured, of half the blocks): {PER_GPU} share a GPU",
     )
 
 
-def _score(size: Size, runs: int, num_gpus: int) -> Cost:
+def scoring(size: Size, runs: int, num_gpus: int) -> Cost:
+    """Replay of so many runs."""
     held_out = num_answers(size, "eval")
     return Cost(
         "score",
         runs * held_out * REPLAY_S / CORES / num_gpus + START_S,
         f"{runs} x {held_out:,} answers x {REPLAY_S * 1e3:.0f} ms (assumed) on {CORES} cores",
+    )
+
+
+def decoding_of(size: Size, way: Way) -> Cost:
+    """One `dflash eval`: plainly, untrained, trained and by lookup."""
+    counts = [PROMPTS[f"eval_{domain}"] for domain in DOMAINS]
+    batches = sum(math.ceil(min(count, way.limit or count) / BATCH) for count in counts)
+    length = _number(size, "generate.max_new_tokens")
+    cycles = batches * length * (2 + 2 / DECODE_TAU)
+    return Cost(
+        f"decode {way.name}",
+        cycles * CYCLE_S + START_S,
+        f"{batches} batches of {length} tokens, {cycles:,.0f} cycles of {CYCLE_S * 1e3:.0f} ms "
+        f"(measured of single prompts, assumed of these), tau {DECODE_TAU} (assumed)",
     )
 
 

@@ -15,7 +15,7 @@ from studies import cost
 from studies.sizes import DOMAINS, SIZES, Size, config_text
 
 TOY_SEED = 3
-_PROMPT_FILES = [f"{split}_{domain}" for split in ("train", "eval") for domain in DOMAINS]
+PROMPT_FILES = [f"{split}_{domain}" for split in ("train", "eval") for domain in DOMAINS]
 
 
 def prepare(
@@ -34,24 +34,23 @@ def prepare(
     if size.preset == "toy" and prompts is not None:
         raise ValueError(f"size {size_name} writes its own prompts: leave --prompts out")
     if size.preset != "toy" and prompts is None and not (folder / "prompts").is_dir():
-        raise ValueError(f"size {size_name} needs --prompts, a folder of {_PROMPT_FILES}")
+        raise ValueError(
+            f"size {size_name} needs --prompts, a folder of {PROMPT_FILES}, or --answers"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "prompts"
     if not kept.is_dir():
         aside = folder / ".prompts"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        for name in _PROMPT_FILES:
+        for name in PROMPT_FILES:
             _write_prompts(aside / f"{name}.jsonl", prompts, size)
         aside.rename(kept)
-    digest = hashlib.sha256()
-    for name in _PROMPT_FILES:
-        digest.update((kept / f"{name}.jsonl").read_bytes())
     now = {
         "size": size_name,
         "settings": asdict(size),
         "seeds": list(seeds),
-        "prompts": digest.hexdigest()[:16],
+        "prompts": prompts_digest(kept),
         "memory": str(memory or ""),
     }
     path = folder / "settings.json"
@@ -67,6 +66,14 @@ def prepare(
         check_room(cost.most_bytes(size, len(seeds), memory is not None), folder, memory)
         path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
     (folder / "dflash.toml").write_text(config_text(size), encoding="utf-8")
+
+
+def prompts_digest(prompts: Path) -> str:
+    """Of all prompts in a study's folder of them."""
+    digest = hashlib.sha256()
+    for name in PROMPT_FILES:
+        digest.update((prompts / f"{name}.jsonl").read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def check_room(needed: cost.Bytes, folder: Path, memory: Path | None) -> None:

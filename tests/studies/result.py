@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_pipeline.train.segments import ORDER_FILE
+from studies import decoding
 from studies.arms import (
     BASE_STORE,
     EVAL_STORE,
@@ -36,6 +37,9 @@ def write(study: Study, command: str) -> None:
     found = gathered(study, command)
     texts = {"study.json": json.dumps(found, indent=1) + "\n", "study.md": markdown(found)}
     print(texts["study.md"], flush=True)
+    if decoded := decodes(study, command):
+        texts["decode.json"] = json.dumps(decoded, indent=1) + "\n"
+        print("\n".join(decoding.lines(decoded)), flush=True)
     # what comes back first: the disk of the other may be full of stores
     places = [Path(os.environ["OUT"])] if "OUT" in os.environ else []
     for out in (*places, study.folder / "report"):
@@ -44,6 +48,16 @@ def write(study: Study, command: str) -> None:
             (out / name).write_text(text, encoding="utf-8")
     for out in (*places, study.folder / "report"):
         draw(out / "study.png", found)
+
+
+def decodes(study: Study, command: str) -> dict[str, Any]:
+    """What the best run was found to decode; empty before anything is."""
+    if not any((study.folder / "decodes").glob("*.json")):
+        return {}
+    found = decoding.gathered(study.folder, study.best_run())
+    about = {"what": "dflash eval of the study's best run", "command": command}
+    about |= {"date": time.strftime("%Y-%m-%d")}
+    return about | {"machine": machine()} | found
 
 
 def gathered(study: Study, command: str) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 # what a command is given to end after it was told to: a little more than the launcher gives
 GRACE_S = 40.0
+# of a call's time: what no call can do in less is begun by one that has so much of it left
+_FRESH = 0.9
 _POLL_S = 0.2
 # prctl(2): the signal that this process gets when the one that started it ends
 _PR_SET_PDEATHSIG = 1
@@ -32,6 +34,7 @@ class Deadline:
 
     def __init__(self, minutes: float, begin: float | None = None) -> None:
         """begin: since when they count, on the monotonic clock; None: from now."""
+        self._whole_s = 60 * minutes - GRACE_S
         self._end = (time.monotonic() if begin is None else begin) + 60 * minutes
 
     @property
@@ -47,6 +50,12 @@ class Deadline:
         """OutOfTime, saying that `left` is left, when nothing new should begin."""
         if self.left_s <= 0:
             raise OutOfTime(left)
+
+    def check_fits(self, left: str, needed_s: float) -> None:
+        """The same of work that cannot be gone on with once it is cut off, and takes so long."""
+        self.check(left)
+        if self.left_s < min(needed_s, _FRESH * self._whole_s):
+            raise OutOfTime(f"{left} (about {needed_s:.0f} s, {self.left_s:.0f} are left)")
 
     @contextmanager
     def interrupts(self) -> Iterator[None]:

@@ -8,7 +8,9 @@ FOLDER/stores/         bf16, eval, and the other modes; each second shard of all
 FOLDER/facts/          what a result must say of a store, which may be gone by then
 FOLDER/arms/           a run each, as a sweep; FOLDER/scores/ a file each
 FOLDER/decision.json   the best objective, once all of them are scored whose runs can be trained
+FOLDER/decodes/        what `dflash eval` found of the best run, a file each way of choosing tokens
 
+Where $OUT is set, the answers and that run's checkpoint go there as well, as `parcels` of it.
 What no later stage reads is removed: a mode's store once all of its runs are trained, and of a
 trained run the state that it would have gone on from.
 """
@@ -21,7 +23,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,10 +39,11 @@ from dflash_pipeline.configs.status import read_status, status_path
 from dflash_pipeline.configs.sweep import Variant
 from dflash_pipeline.store.reader import open_store
 from studies import arm as arm_process
-from studies import preparing
+from studies import carried, cost, decoding, preparing
 from studies.arms import (
     BASE_STORE,
     EVAL_STORE,
+    FOLLOWED,
     FOLLOWING,
     MODES,
     Arm,
@@ -55,9 +58,11 @@ from studies.arms import (
 from studies.paired import Score, best_arm
 from studies.running import Deadline, Job, OutOfTime, Started, environment, run_jobs
 from studies.scoring import LOOKUP, UNTRAINED, read_answers, score_path
-from studies.sizes import SIZES, answer_jobs
+from studies.sizes import SIZES, Size, answer_jobs
 
 STAGES = ("data", "store", "arms", "score", "arms", "score", "report")
+DECODE = "decode"
+"""The stage that is done only where it is named."""
 _POLL_S = 0.2
 # processes on a device at a time, of the stages whose every process leaves it idle for a while
 _ANSWERERS, _CAPTURES = 4, 3
@@ -84,6 +89,8 @@ class Study:
     """The arms that are wanted, of those that there are; empty: all but the long ones."""
     objective: str = ""
     """What the later arms are asked of; empty: the best one, once all are scored."""
+    answers: Path | None = None
+    """A folder of answers that a study sent from another machine; None: they are generated."""
     failures: list[str] = field(default_factory=list)
     """Runs that this call could not train, stores that it could not capture, and why."""
 
@@ -108,19 +115,52 @@ class Study:
     def _device_words(self) -> list[str]:
         return ["--gpus", self.gpus, "--share-gpu"] if self.gpus else ["--share-gpu"]
 
+    @property
+    def size(self) -> Size:
+        return SIZES[self.size_name]
+
     def prepare(self, prompts: Path | None) -> None:
-        """Copy the prompts and write the configuration, or find that this study's are there."""
-        preparing.prepare(self.folder, self.size_name, self.seeds, prompts, self.memory)
+        """Copy the prompts and write the configuration, or find that this study's are there; take
+        the answers that another machine sent, where they are given and none are there.
+
+        ValueError where the folder, the prompts or the answers are of another study.
+        """
+        parcel, done = None, self.folder / "done"
+        if self.answers is not None and not carried.has_answers(self.size, done):
+            parcel = carried.Parcel(self.answers, self.folder, self.size_name)
+            # the toy writes its own
+            if prompts is None and self.size.preset != "toy":
+                prompts = parcel.prompts
+        try:
+            preparing.prepare(self.folder, self.size_name, self.seeds, prompts, self.memory)
+            if parcel is not None:
+                parcel.take(done)
+                print(f"answers of {self.answers} taken: none are generated", flush=True)
+        finally:
+            if parcel is not None:
+                parcel.remove()
 
     def data(self) -> None:
-        """Every answer, several commands at a time."""
+        """Every answer, several commands at a time; then they are sent, unless they came so."""
         jobs = [
             Job.dflash(job.name, [*job.words(), *self._device_words])
-            for job in answer_jobs(SIZES[self.size_name])
+            for job in answer_jobs(self.size)
         ]
         (self.folder / "answers").mkdir(exist_ok=True)
         # each waits for its launches: several keep a device busy
         self._run(jobs, min(self.num_places, _ANSWERERS * len(self.devices.ids)))
+        if self.answers is None:
+            self._send(lambda out: carried.send_answers(self.folder, self.size_name, out))
+
+    def _send(self, pack: Callable[[Path], list[Path]]) -> None:
+        """Into $OUT, where that is set; what cannot be sent is told at the end."""
+        if "OUT" not in os.environ:
+            return
+        try:
+            for path in pack(Path(os.environ["OUT"])):
+                print(f"  sent {path.name}, {path.stat().st_size:,} bytes", flush=True)
+        except (ValueError, OSError) as error:
+            self.failures.append(f"not sent: {error}")
 
     def store(self) -> None:
         """Every store; the arm that follows trains while that of bf16 is captured.
@@ -232,7 +272,7 @@ class Study:
         mode = MODES.get(name, MODES[BASE_STORE])
         words = ["capture", "--store", ",".join(self._mounts(name)), *self._device_words]
         words += ["--hidden-mode", mode.hidden, "--last-mode", mode.last]
-        for job in answer_jobs(SIZES[self.size_name]):
+        for job in answer_jobs(self.size):
             if job.name.startswith(split):
                 words += ["--data", f"answers/{job.name}.jsonl"]
         # every answer of the one is held out; of the other a few, which training validates with
@@ -487,6 +527,62 @@ class Study:
             if score_path(self.folder, arm.run_name(seed)).exists()
         ]
 
+    def decode(self) -> None:
+        """Send the best drafter, and decode with it each way that there is time for."""
+        run = self.best_run()
+        self._send(lambda out: carried.send_drafter(self.folder / "arms" / run, out))
+        (self.folder / "decodes").mkdir(exist_ok=True)
+        for way in decoding.WAYS:
+            name = decoding.job_name(run, way)
+            if (self.folder / "done" / name).exists():
+                continue
+            needed_s = cost.decoding_of(self.size, way).seconds if self.size.is_estimated else 0.0
+            self.deadline.check_fits(name, needed_s)
+            words = decoding.words(self.size, run, way)
+            self._run([Job.dflash(name, [*words, *self._device_words])], 1)
+
+    def best_run(self) -> str:
+        """Of the long arms that are scored, or where none is of all, the best one's first seed.
+
+        ValueError where none is scored.
+        """
+        taus, first = dict[str, float](), dict[str, str]()
+        for arm in self.all_wanted():
+            if self.is_known(arm.store) and (scores := self.scores(arm)):
+                taus[arm.name] = _mean_tau(scores)
+                first[arm.name] = arm.run_name(scores[0].seed)
+        if not taus:
+            raise ValueError("no arm is scored, none can be decoded: name score before decode")
+        long = {arm.name for arm in long_arms(self.seeds)} & taus.keys()
+        return first[best_arm({name: taus[name] for name in long or taus})]
+
+    def foretold(self, stages: Sequence[str]) -> list[cost.Cost]:
+        """What each of `stages` has left to do, as far as its arms are known; empty for a size
+        that is not estimated."""
+        if not self.size.is_estimated:
+            return []
+        num_gpus, found = len(self.devices.ids), list[cost.Cost]()
+        # what will be asked of the best objective is as much of any
+        asked = not self.names and not self.decision()
+        rounds = [self.wanted(), later_arms(FOLLOWED, self.seeds) if asked else []]
+        runs = [LOOKUP, UNTRAINED, *_run_names(self.all_wanted())]
+        scores = [runs, _run_names(rounds[1])]
+        for stage in stages:
+            if stage == "arms" and rounds:
+                left = [self._untrained(arm) for arm in rounds.pop(0)]
+                found.append(cost.training(stage, self.size, left, num_gpus))
+            elif stage == "score" and scores:
+                todo = [run for run in scores.pop(0) if not score_path(self.folder, run).exists()]
+                found.append(cost.scoring(self.size, len(todo), num_gpus))
+            elif stage == DECODE:
+                found += [cost.decoding_of(self.size, way) for way in decoding.WAYS]
+        return found
+
+    def _untrained(self, arm: Arm) -> Arm:
+        """The arm, of the seeds that are not trained yet."""
+        seeds = [seed for seed in arm.seeds if not self.is_trained(arm.run_name(seed))]
+        return replace(arm, seeds=tuple(seeds))
+
     def _run(self, jobs: Sequence[Job], at_once: int) -> None:
         left = run_jobs(jobs, at_once, self.folder, self.deadline)
         if left:
@@ -506,6 +602,10 @@ def read_score(folder: Path, run: str, arm: str, seed: int, data: str) -> Score:
     )
 
 
+def _run_names(arms: Sequence[Arm]) -> list[str]:
+    return [arm.run_name(seed) for arm in arms for seed in arm.seeds]
+
+
 def _mean_tau(scores: Sequence[Score]) -> float:
     return sum(score.tau(list(score.kept)) for score in scores) / len(scores)
 
@@ -514,11 +614,11 @@ def named_stages(text: str) -> tuple[str, ...]:
     """The stages that a line names, in its order. ArgumentTypeError for a word that is none."""
     if text == "all":
         return STAGES
-    named = tuple(text.split(","))
-    if named != ("estimate",) and (unknown := [name for name in named if name not in STAGES]):
+    named, known = tuple(text.split(",")), list(dict.fromkeys((*STAGES[:-1], DECODE, STAGES[-1])))
+    if named != ("estimate",) and (unknown := [name for name in named if name not in known]):
         raise argparse.ArgumentTypeError(
             f"no stage {', '.join(unknown)}: expected estimate, all, or some of "
-            f"{', '.join(dict.fromkeys(STAGES))} with commas between them"
+            f"{', '.join(known)} with commas between them"
         )
     return named
 
