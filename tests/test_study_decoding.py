@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.status import end_status
 from studies import carried, decoding, result, stages
 from studies.arms import long_arms, objective_arms
@@ -65,8 +66,11 @@ def test_the_best_of_the_long_arms_is_decoded_whatever_the_others_are(study: Stu
     _scored(study, "kl-dpace-s0", 9)
     assert replace(study, names=(*LONG, "kl-dpace")).best_run() == "long-dpace-s0"
     assert replace(study, names=("kl-dpace",)).best_run() == "kl-dpace-s0"
+    unscored = replace(study, names=("kl-gamma",))
+    assert unscored.best_run() == ""
+    assert result.decodes(unscored, "line") == {}
     with pytest.raises(ValueError, match="no arm is scored, none can be decoded"):
-        replace(study, names=("kl-gamma",)).best_run()
+        unscored.decode()
 
 
 def test_greedy_answers_to_all_held_out_prompts_come_first(study: Study, ran: list[Job]) -> None:
@@ -87,9 +91,19 @@ def test_greedy_answers_to_all_held_out_prompts_come_first(study: Study, ran: li
         "--limit",
         "30",
     ]
+    assert greedy[greedy.index("--gpus") + 1] == "cpu"
     # what is done is not done again
     study.decode()
     assert len(ran) == 2
+
+
+def test_one_of_several_gpus_decodes(
+    study: Study, ran: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.gpus, "parse", lambda _text: Devices("cuda", (2, 3)))
+    study.decode()
+    words = ran[0].arguments
+    assert words[words.index("--gpus") + 1] == "2"
 
 
 def test_what_does_not_fit_into_what_is_left_is_not_begun(

@@ -54,14 +54,20 @@ def words(size: Size, run: str, way: Way) -> list[str]:
     return [*found, "--json", f"decodes/{run}-{way.name}.json"]
 
 
+def left(folder: Path, run: str) -> list[Way]:
+    """The ways in which a run is not decoded yet."""
+    return [way for way in WAYS if not (folder / "done" / job_name(run, way)).exists()]
+
+
 def result_path(folder: Path, run: str, way: Way) -> Path:
     """Where `dflash eval` writes what it found."""
     return folder / "decodes" / f"{run}-{way.name}.json"
 
 
 def gathered(folder: Path, run: str) -> dict[str, Any]:
-    """What is decoded by now of a run, each way: by domain beside lookup, and eval's own result."""
-    found: dict[str, Any] = {"run": run}
+    """What is decoded by now of a run, each way: by domain beside lookup, and eval's own result;
+    empty where nothing is."""
+    found: dict[str, Any] = {}
     for way in WAYS:
         path = result_path(folder, run, way)
         if path.exists():
@@ -71,7 +77,7 @@ def gathered(folder: Path, run: str) -> dict[str, Any]:
                 "domains": beside_lookup(result),
                 "result": result,
             }
-    return found
+    return {"run": run} | found if found else {}
 
 
 def beside_lookup(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -52,9 +52,9 @@ def write(study: Study, command: str) -> None:
 
 def decodes(study: Study, command: str) -> dict[str, Any]:
     """What the best run was found to decode; empty before anything is."""
-    if not any((study.folder / "decodes").glob("*.json")):
-        return {}
     found = decoding.gathered(study.folder, study.best_run())
+    if not found:
+        return {}
     about = {"what": "dflash eval of the study's best run", "command": command}
     about |= {"date": time.strftime("%Y-%m-%d")}
     return about | {"machine": machine()} | found

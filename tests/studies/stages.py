@@ -530,29 +530,30 @@ class Study:
     def decode(self) -> None:
         """Send the best drafter, and decode with it each way that there is time for."""
         run = self.best_run()
+        if not run:
+            raise ValueError("no arm is scored, none can be decoded: name score before decode")
         self._send(lambda out: carried.send_drafter(self.folder / "arms" / run, out))
         (self.folder / "decodes").mkdir(exist_ok=True)
-        for way in decoding.WAYS:
+        devices = self.devices
+        # it takes one
+        device = str(devices.ids[0]) if devices.kind == "cuda" else "cpu"
+        for way in decoding.left(self.folder, run):
             name = decoding.job_name(run, way)
-            if (self.folder / "done" / name).exists():
-                continue
             needed_s = cost.decoding_of(self.size, way).seconds if self.size.is_estimated else 0.0
             self.deadline.check_fits(name, needed_s)
-            words = decoding.words(self.size, run, way)
-            self._run([Job.dflash(name, [*words, *self._device_words])], 1)
+            words = [*decoding.words(self.size, run, way), "--gpus", device, "--share-gpu"]
+            self._run([Job.dflash(name, words)], 1)
 
     def best_run(self) -> str:
-        """Of the long arms that are scored, or where none is of all, the best one's first seed.
-
-        ValueError where none is scored.
-        """
+        """Of the long arms that are scored, or where none is of all, the best one's first seed;
+        empty where none is scored."""
         taus, first = dict[str, float](), dict[str, str]()
         for arm in self.all_wanted():
             if self.is_known(arm.store) and (scores := self.scores(arm)):
                 taus[arm.name] = _mean_tau(scores)
                 first[arm.name] = arm.run_name(scores[0].seed)
         if not taus:
-            raise ValueError("no arm is scored, none can be decoded: name score before decode")
+            return ""
         long = {arm.name for arm in long_arms(self.seeds)} & taus.keys()
         return first[best_arm({name: taus[name] for name in long or taus})]
 
@@ -575,7 +576,8 @@ class Study:
                 todo = [run for run in scores.pop(0) if not score_path(self.folder, run).exists()]
                 found.append(cost.scoring(self.size, len(todo), num_gpus))
             elif stage == DECODE:
-                found += [cost.decoding_of(self.size, way) for way in decoding.WAYS]
+                ways = decoding.left(self.folder, self.best_run())
+                found += [cost.decoding_of(self.size, way) for way in ways]
         return found
 
     def _untrained(self, arm: Arm) -> Arm:
