@@ -98,7 +98,10 @@ def _other_target(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "message"),
     [
         (_other_settings, r"another study: max_new_tokens 64, expected 32$"),
-        (_other_samples, r"'--samples', '2'.*, expected .*'--samples', '3'"),
+        (
+            _other_samples,
+            r"another study: answers 'train-sampled-math\*2 .*', expected 'train-sampled-math\*3 ",
+        ),
         (_other_target, r"weights \{'model.safetensors': \d+\}, expected \{.*: 7\}$"),
     ],
 )

@@ -29,10 +29,10 @@ def answer_facts(size_name: str, folder: Path) -> dict[str, Any]:
     """What the answers of a study depend on, but for its prompts; `folder` has its dflash.toml."""
     size = SIZES[size_name]
     run = load(str(folder / "dflash.toml"), (), {})
-    jobs = {job.name: job.words() for job in answer_jobs(size)}
-    found = run_settings(run, resolve(run.target))
-    found |= {"size": size_name, "temperature": TEMPERATURE, "answers": jobs}
-    found |= {"rows of each prompt file": size.num_prompts}
+    found: dict[str, Any] = {"size": size_name, **run_settings(run, resolve(run.target))}
+    found["temperature"] = TEMPERATURE
+    found["answers"] = " ".join(f"{job.name}*{max(job.samples, 1)}" for job in answer_jobs(size))
+    found["rows of each prompt file"] = size.num_prompts
     # as it is read back
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
