@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from builds import launches
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.launch import launch
@@ -27,11 +28,12 @@ from dflash_pipeline.configs.schema import CE_ALONE, DrafterConfig, LossConfig, 
 from dflash_pipeline.configs.shares import parse_stores
 from dflash_pipeline.store.reader import Store
 from dflash_pipeline.store.runlog import RunLog
-from dflash_pipeline.train import follow, window, worker
+from dflash_pipeline.train import follow, loss, optim, window, worker
 from dflash_pipeline.train.drafter import Drafter
 from dflash_pipeline.train.follow import Draw
 from dflash_pipeline.train.journal import Journal
 from dflash_pipeline.train.loading import read_checkpoint
+from dflash_pipeline.train.optim import Optimizer
 from dflash_pipeline.train.order import catalog, planned_steps
 from dflash_pipeline.train.replay import held_out
 from dflash_pipeline.train.shape import DrafterShape
@@ -144,6 +146,49 @@ def test_a_store_without_last_is_learnt_from_with_what_the_refusal_proposes(
     records = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[-1] < losses[0]
+
+
+def test_the_first_step_builds_the_kernels_for_every_launch_of_a_run(
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    noted: dict[int, Draw],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever its batches hold. On a CPU by Triton's keys alone, beside the plain ways."""
+    pytest.importorskip("triton", reason="triton has no build for this platform")
+    from dflash_pipeline.train import optim_kernel
+
+    score, add_two = loss._Loss._score_plainly, optim._add_two
+    update = Optimizer._update_plainly
+    by_step: dict[int, set[str]] = {}
+
+    def scored(self: Any, *inputs: Any) -> torch.Tensor:
+        self._score_by_kernel(*inputs)
+        return score(self, *inputs)
+
+    def added(*tensors: torch.Tensor) -> None:
+        optim_kernel.add_two(*tensors)
+        add_two(*tensors)
+
+    def updated(self: Optimizer, *inputs: Any) -> None:
+        self._update_by_kernel(*inputs)
+        update(self, *inputs)
+        # the rehearsal's comes before the first step, whose own then take its place
+        by_step[len(noted)] = set(keys)
+        keys.clear()
+
+    run = train_run(epochs=3, accumulate=2, batch_anchors=12, dtype="bf16")
+    run = replace(run, loss=replace(run.loss, kl=0.5, ce=0.5))
+    monkeypatch.setattr(loss._Loss, "_score_plainly", scored)
+    monkeypatch.setattr(optim, "_add_two", added)
+    monkeypatch.setattr(Optimizer, "_update_plainly", updated)
+    with launches() as keys:
+        worker.main(run, place, NEW)
+    first, *later = [by_step[step] for step in sorted(by_step)]
+    assert {key.split()[0] for key in first} == {"score_kernel", "add_kernel", "adamw_kernel"}
+    assert len(later) > 5
+    assert set().union(*later) <= first
 
 
 @pytest.mark.parametrize("noise_std", [0.0, 0.1])
