@@ -17,6 +17,7 @@ from dflash_pipeline.capture.answers import Dialogue, answer_seed
 from dflash_pipeline.capture.decode_attention import grouped
 from dflash_pipeline.capture.decode_loop import LOOK_EVERY, NO_NUMBER, decode
 from dflash_pipeline.capture.decode_norm import fused_norms
+from dflash_pipeline.capture.decode_rope import fused_rope
 from dflash_pipeline.capture.draw import Draw
 from dflash_pipeline.capture.model import TargetFiles
 from dflash_pipeline.capture.roomy_cache import roomy
@@ -136,9 +137,10 @@ class Answerer:
     ) -> list[list[int]]:
         rooms = [self._room(len(prompt)) for prompt in prompts]
         device = torch.device(self._device)
-        with grouped(self._model), fused_norms(self._model), roomy(self._model):
+        model = self._model
+        with grouped(model), fused_norms(model), fused_rope(model), roomy(model):
             answers = decode(
-                self._model,
+                model,
                 prompts,
                 rooms,
                 self._ends,

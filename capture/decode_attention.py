@@ -29,8 +29,9 @@ _IDLE = frozenset(("position_ids", "cache_position", "use_cache", "sliding_windo
 # by name; not annotated by transformers
 _functions: Any = ALL_ATTENTION_FUNCTIONS
 _masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
-# elements: kernels copy a mask whose rows begin at other places than multiples of 16 bytes
-_ALIGNED = 8
+# elements: of a mask whose rows begin elsewhere than at multiples of 8 (in some releases of 16) its
+# kernels make a copy
+_ALIGNED = 16
 
 
 @contextmanager
