@@ -11,7 +11,6 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -36,13 +35,13 @@ from dflash_pipeline.configs import inputs
 from dflash_pipeline.configs.costs import CPU, CaptureCosts, CaptureWork
 from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.disk import write_whole
-from dflash_pipeline.configs.fit import dot, fitted
+from dflash_pipeline.configs.fit import dot, fitted, steady
 from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import process_age_s
 from dflash_pipeline.store.runlog import RunLog
 
-CAPTURE_S = 6.0
+CAPTURE_S = 5.0
 """Seconds of capture that the sample is meant to take."""
 ANSWER_TOKENS = 8, 32
 """Lengths of the answers whose generation is timed, at most: what differs is the steps' alone."""
@@ -109,16 +108,13 @@ def measure(
 ) -> CaptureCosts:
     """Capture a sample for real, into `folder`/store, and fit what its batches took."""
     laps = _Laps()
-    with ThreadPoolExecutor(1) as aside:
-        # gigabytes are read meanwhile; a capture does it between preflight and plan
-        hashed = aside.submit(_seconds_of, files.weight_hash)
-        preflight.check(run, files, conversations[:_NUM_TRIED], log.say)
-        preflight_s = laps.take()
-        dtype = compute_dtype(run.target.dtype, place.kind)
-        with explained_start(place):
-            layer_ids, num_gpus = files.layer_ids(run.target), run.target.num_gpus
-            target = Target.load(files, layer_ids, place.device, dtype, num_gpus)
-        load_s = laps.take()
+    preflight.check(run, files, conversations[:_NUM_TRIED], log.say)
+    preflight_s = laps.take()
+    dtype = compute_dtype(run.target.dtype, place.kind)
+    with explained_start(place):
+        layer_ids, num_gpus = files.layer_ids(run.target), run.target.num_gpus
+        target = Target.load(files, layer_ids, place.device, dtype, num_gpus)
+    load_s = laps.take()
     chosen = conversations[: _num_chosen(run, target, work)]
     trial = replace(
         run,
@@ -130,7 +126,7 @@ def measure(
     dropped, spent = Dropped(num_rows=len(chosen)), Spent()
     laps.take()
     store = build_store(trial, files, place.kind, chosen, dropped, "", 1, Silence().say, spent)
-    plan_s = preflight_s + hashed.result() + laps.take() - spent.render_s - spent.tokens_s
+    plan_s = preflight_s + laps.take() - spent.render_s - spent.tokens_s
     planned = planned_shapes(store.table, store.layout)
     # as the whole capture will decide, not this sample of it
     compiled(target, planned, trial.capture, work.num_tokens, log)
@@ -194,7 +190,7 @@ def _alone_s(times: Sequence[SampleTime]) -> list[float]:
     told = times[1:] or times
     if not told:
         return [0.0, 0.0]
-    return fitted([amounts_alone(one.num_tokens) for one in told], [one.seconds for one in told])
+    return steady([one.num_tokens for one in told], [one.seconds for one in told])
 
 
 def _alone_work_s(times: Sequence[SampleTime], costs: Sequence[float]) -> float:

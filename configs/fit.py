@@ -1,4 +1,4 @@
-"""What each unit of work costs, from the times of some batches: least squares, no cost below 0.
+"""What each unit of work costs, from the times of some batches; no cost is below 0.
 
 A handful of costs and some tens of batches: small enough for plain Python.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from statistics import median
 
 
 def fitted(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -41,6 +42,21 @@ def fitted(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
                     best[i] = cost / largest[i]
     predicted = sum(dot(row, best) for row in amounts)
     return [cost * sum(seconds) / predicted for cost in best]
+
+
+def steady(amounts: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Seconds of one, and of each unit of its amount, none below 0: medians of the slopes between
+    any two and of what is left (Theil and Sen). What disturbed a few of them counts for nothing.
+
+    ValueError without any.
+    """
+    if not seconds:
+        raise ValueError("nothing was measured")
+    pairs = combinations(zip(amounts, seconds, strict=True), 2)
+    slopes = [(one[1] - two[1]) / (one[0] - two[0]) for one, two in pairs if one[0] != two[0]]
+    slope = max(0.0, median(slopes)) if slopes else 0.0
+    rest = [taken - slope * amount for amount, taken in zip(amounts, seconds, strict=True)]
+    return [max(0.0, median(rest)), slope]
 
 
 def dot(amounts: Sequence[float], costs: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ device for itself; on a CPU, whose cores both would measure, they run one after 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -217,12 +217,15 @@ def _run_both(
             # of one that was ended by the other's failure that one's stands first
             failed.extend([code] if code else [])
 
-        at_once = all(one.kind == "cuda" for one in devices.values())
-        with ThreadPoolExecutor(len(devices) if at_once else 1) as pool:
+        with ThreadPoolExecutor(len(devices) if _are_beside(devices.values()) else 1) as pool:
             for done in [pool.submit(work, stage) for stage in devices]:
                 done.result()
     if signals or failed:
         raise MeasuringFailed(128 + signals[0] if signals else failed[0])
+
+
+def _are_beside(devices: Iterable[Devices]) -> bool:
+    return all(one.kind == "cuda" for one in devices)
 
 
 def work_of(values: Mapping[str, Any]) -> CaptureWork:

@@ -7,6 +7,7 @@ meanwhile are not measured; commands' own seconds, on machines that do nothing e
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -33,6 +34,7 @@ from dflash_pipeline.capture.stop import Stop
 from dflash_pipeline.capture.times import SampleTime, Times
 from dflash_pipeline.capture.toytext import conversations
 from dflash_pipeline.capture.voice import Silence
+from dflash_pipeline.configs import measuring
 from dflash_pipeline.configs.costs import (
     CaptureCosts,
     CaptureWork,
@@ -41,6 +43,7 @@ from dflash_pipeline.configs.costs import (
     TrainWork,
 )
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.gpus import Devices
 from dflash_pipeline.configs.load import load, to_dict
 from dflash_pipeline.configs.measuring import work_of
 from dflash_pipeline.configs.place import Place
@@ -386,3 +389,20 @@ def test_of_a_store_that_is_whole_only_the_training_is_planned(
     assert [stage["name"] for way in found["ways"] for stage in way["stages"]] == ["train"]
     (train,) = found["commands"]
     assert shlex.split(train)[-2:] == ["--gpus", "cpu:2"]
+
+
+def test_both_stages_are_measured_beside_each_other_as_on_a_gpu(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "_are_beside", lambda _devices: True)
+    run, kept, lines = _run(folder, "short"), str(tmp_path / "kept.json"), io.StringIO()
+    store = Path(run.store.path)
+    found = measuring.measured(run, Devices("cpu", (0,)), store, kept, True, lines)
+    way = found.one_after_the_other((0,), price=0.0)
+    assert min(stage.hours for stage in way.stages) > 0
+    # the training's process has not waited for the end of the other to say its first word
+    said = lines.getvalue()
+    assert said.index("measuring the disk") < said.index("measuring the capture")
+    assert found.generate(1) is not None
+    assert json.loads(Path(kept).read_text()).keys() == {"run", "capture", "train", "disk"}
+    assert not list(folder.glob("dflash-plan-*"))

@@ -28,8 +28,9 @@ from dflash_pipeline.configs.schema import Run, TrainConfig
 from dflash_pipeline.configs.shares import StoreShare
 from dflash_pipeline.configs.status import process_age_s
 from dflash_pipeline.store.choice import cached_bytes
+from dflash_pipeline.store.completion import is_calibrated
 from dflash_pipeline.store.diskspeed import disk_speed
-from dflash_pipeline.store.glance import is_whole
+from dflash_pipeline.store.glance import is_whole, opened
 from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.table import HELD_OUT, SampleTable
 from dflash_pipeline.train.feed import Feed, feed_access
@@ -73,7 +74,7 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     write_whole(folder / "train_work.json", json.dumps(asdict(work)).encode())
     if extra["is_measured"]:
         return
-    _until(lambda: is_whole(str(folder / "store")))
+    _until(lambda: _is_calibrated(str(folder / "store")))
     if place.kind == "cuda" and not _is_roomy(place):
         _until((folder / "costs.json").exists)
     costs = measure(run, place, import_s, folder, log)
@@ -84,6 +85,12 @@ def _until(is_there: Callable[[], bool]) -> None:
     """Wait for what the capture's part leaves; should that fail, this process is ended."""
     while not is_there():
         time.sleep(_LOOK_S)
+
+
+def _is_calibrated(path: str) -> bool:
+    """A store is there, and how its rows are stored is settled."""
+    store = opened(path)
+    return store is not None and (store.spec.is_calibrated or is_calibrated(path))
 
 
 def _is_roomy(place: Place) -> bool:
@@ -148,15 +155,28 @@ def measure(run: Run, place: Place, import_s: float, folder: Path, log: RunLog) 
     """
     begin = time.perf_counter()
     out, store = folder / "run", str(folder / "store")
-    run = replace(run, train=replace(run.train, out=str(out), stores=(store,), max_steps=0))
-    # what is left out by name is left out of the data, of which this is a sample
-    run = replace(run, train=replace(run.train, drop_domains=(), drop_samples=()))
+    trial = replace(
+        run.train,
+        out=str(out),
+        stores=(store,),
+        max_steps=0,
+        # the capture's part is still at work on it
+        follow=True,
+        # what is left out by name is left out of the data, of which this is a sample
+        drop_domains=(),
+        drop_samples=(),
+    )
+    run = replace(run, train=trial)
     out.mkdir()
     with StopWish() as wish, contextlib.closing(Group(place, run.train.timeout_s)) as group:
         stores, samples, shape = open_stores(run, place, log, wish, False)
         training = build(run, place, group, _Quiet(place), stores, samples, shape, False)
         device, dtype = compute_on(run, place)
         draws = _Draws(trial_batches(samples, run.train), run.train.accumulate)
+        built_s = time.perf_counter() - begin
+        _until(lambda: is_whole(store))
+        stores[0].refresh()
+        begin = time.perf_counter()
         access = feed_access(stores, run.feed, lambda _text: None)
         with (
             contextlib.closing(training),
@@ -174,7 +194,7 @@ def measure(run: Run, place: Place, import_s: float, folder: Path, log: RunLog) 
             ) as feed,
         ):
             log.say(f"measuring training on {place.device}")
-            built_s = time.perf_counter() - begin
+            built_s += time.perf_counter() - begin
             compiled_s = _warmed(training, feed, device, wish)
             # the steps alone need the device for themselves
             _until((folder / "costs.json").exists)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dflash_pipeline.configs.fit import dot, fitted
+from dflash_pipeline.configs.fit import dot, fitted, steady
 
 
 def _batches(count: int) -> list[list[float]]:
@@ -42,3 +42,22 @@ def test_one_shape_alone_is_one_cost() -> None:
 def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(ValueError, match="nothing was measured"):
         fitted([], [])
+
+
+def test_a_few_that_were_disturbed_move_nothing() -> None:
+    lengths = [100.0 * number for number in range(1, 13)]
+    seconds = [0.08 + 2e-5 * length for length in lengths]
+    assert steady(lengths, seconds) == pytest.approx([0.08, 2e-5])
+    # the longest and one more, by much
+    seconds[-1] += 1.0
+    seconds[3] += 0.5
+    constant, slope = steady(lengths, seconds)
+    assert constant + 1500 * slope == pytest.approx(0.08 + 2e-5 * 1500, rel=0.02)
+
+
+def test_without_a_slope_all_is_the_constant() -> None:
+    assert steady([5.0, 5.0], [1.0, 3.0]) == [2.0, 0.0]
+    # shorter for longer ones: noise
+    assert steady([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == [2.0, 0.0]
+    with pytest.raises(ValueError, match="nothing was measured"):
+        steady([], [])
