@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from dflash_pipeline.configs.gpus import Devices
+from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.status import end_status
 from dflash_pipeline.configs.sweep import Variant
 from dflash_pipeline.train.replay import Replayed
@@ -27,11 +28,14 @@ from studies.arms import (
     BASE_STORE,
     FOLLOWED,
     MODES,
+    RATE,
+    RATES,
     Arm,
     StoreFacts,
     following_arm,
     long_arms,
     objective_arms,
+    rate_arms,
 )
 from studies.running import (
     TESTS,
@@ -489,4 +493,21 @@ def test_an_arm_that_is_not_known_yet_is_refused(tmp_path: Path) -> None:
 def test_long_arms_are_trained_only_where_they_are_named(tmp_path: Path) -> None:
     names = {arm.name for arm in replace(_study(tmp_path), objective="kl-dpace").all_wanted()}
     assert "following" in names
-    assert not names & {arm.name for arm in long_arms(SEEDS)}
+    assert not names & {arm.name for arm in (*long_arms(SEEDS), *rate_arms(SEEDS))}
+
+
+def test_an_epoch_at_other_rates_tells_which_one_the_long_arms_take(tmp_path: Path) -> None:
+    study = replace(_study(tmp_path), names=(*RATES, "long-dpace"), rate=2e-3)
+    *rates, long = study.all_wanted()
+    assert {arm.name: arm.settings["optim.lr"] for arm in rates} == dict(RATES)
+    for arm in rates:
+        # one epoch of the long arm, by one seed, and nothing else
+        changed = {"train.epochs": 1, "optim.lr": RATES[arm.name]}
+        assert arm.settings == {**long.settings, **changed}
+        assert arm.seeds == SEEDS[:1]
+        assert arm.against == ("" if arm.name == RATE else RATE)
+    assert RATES[RATE] == load("smollm2", [], {}).optim.lr
+    assert long.settings["optim.lr"] == 2e-3
+    assert (
+        "optim.lr" not in replace(study, names=("long-dpace",), rate=0.0).all_wanted()[0].settings
+    )

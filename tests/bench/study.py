@@ -2,7 +2,7 @@
 
     python tests/bench/study.py STAGES FOLDER --prompts DIR [--memory DIR] [--seeds 3]
         [--size full|rehearsal|tiny] [--gpus 0-1] [--per-gpu 9] [--minutes 9]
-        [--arms NAME,... [--objective NAME]] [--answers DIR]
+        [--arms NAME,... [--objective NAME] [--rate 1e-3]] [--answers DIR]
 
 STAGES: `estimate`, `all`, or some of data, store, arms, score, decode and report with commas
 between them, done one after another as far as time goes; `all` is
@@ -14,8 +14,9 @@ stops in time, and says what is left (exit code 3). What fails is told at the en
 run ends another, a stage only those that need all of it. `arms` trains in two rounds: the losses,
 then, once `score` has chosen the best of them, everything that is asked of it, what matters most
 first. --arms wants these alone, and the stores that they read: of the objectives, `following`, what
-is asked of the best one (of --objective, where it is given), and the long ones, long-gamma and
-long-dpace, which are trained only so. `report` writes study.json, study.md and study.png into
+is asked of the best one (of --objective, where it is given), and, trained only so, the long ones,
+long-gamma and long-dpace, and an epoch of these at other learning rates (rate-5e-4 to rate-4e-3;
+--rate has the long ones take one). `report` writes study.json, study.md and study.png into
 FOLDER/report, and into $OUT where that is set, of whatever is scored by then; so does every
 `score`, and every line that ends early.
 
@@ -67,6 +68,7 @@ def main() -> int:
         options.memory.resolve() if options.memory else None,
         tuple(filter(None, options.arms.split(","))),
         options.objective,
+        options.rate,
         options.answers.resolve() if options.answers else None,
     )
     if options.stages == ("estimate",):
@@ -153,6 +155,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--per-gpu", type=int, default=PER_GPU)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--arms", default="")
+    parser.add_argument("--rate", type=float, default=0.0)
     parser.add_argument("--objective", choices=[arm.name for arm in objective_arms(())], default="")
     return parser.parse_args()
 

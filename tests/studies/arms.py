@@ -24,6 +24,18 @@ LOSSES: Mapping[str, Mapping[str, object]] = {
 WEIGHTS = ("gamma", "dpace")
 FOLLOWED = "ce-gamma"
 """What the arm trains that follows a capture: the papers' objective, to which all are compared."""
+LONGER: Mapping[str, object] = {
+    "drafter.num_layers": 5,
+    "train.epochs": 6,
+    "train.anchors_per_sample": 96,
+    "train.batch_anchors": 2048,
+    "train.batch_tokens": 32768,
+}
+"""What the long arms change."""
+RATES = {"rate-5e-4": 5e-4, "rate-1e-3": 1e-3, "rate-2e-3": 2e-3, "rate-4e-3": 4e-3}
+"""Learning rates about the preset's, which is meant for batches a thirtieth of the long arms'."""
+RATE = "rate-1e-3"
+"""The preset's."""
 BF16_LOGITS = "bf16-logits"
 """The arm whose logits are rounded, which no setting of the product does: its name tells."""
 
@@ -50,7 +62,7 @@ class Arm:
 
     name: str
     question: str
-    """objective, order, cap, logits, modes, shape or length."""
+    """objective, order, cap, logits, modes, shape, length or rate."""
     against: str
     """The arm it is paired with; empty: with none of its question."""
     settings: Mapping[str, object]
@@ -165,24 +177,41 @@ def later_arms(best: str, seeds: Sequence[int]) -> list[Arm]:
     return arms
 
 
-def long_arms(seeds: Sequence[int]) -> list[Arm]:
-    """Each weighting of slots with KL, a larger drafter, and fifteen times the blocks."""
-    longer = {
-        "drafter.num_layers": 5,
-        "train.epochs": 6,
-        "train.anchors_per_sample": 96,
-        "train.batch_anchors": 2048,
-        "train.batch_tokens": 32768,
-    }
+def long_arms(seeds: Sequence[int], rate: float = 0.0) -> list[Arm]:
+    """Each weighting of slots with KL, a larger drafter, and fifteen times the blocks.
+
+    rate: the learning rate at most; 0: the preset's.
+    """
+    own = {"optim.lr": rate} if rate else {}
     return [
         Arm(
             name=f"long-{weights}",
             question="length",
             against="" if weights == WEIGHTS[0] else f"long-{WEIGHTS[0]}",
-            settings={**LOSSES["kl"], "loss.slot_weights": weights, **longer},
+            settings={**LOSSES["kl"], "loss.slot_weights": weights, **LONGER, **own},
             seeds=tuple(seeds),
         )
         for weights in WEIGHTS
+    ]
+
+
+def rate_arms(seeds: Sequence[int]) -> list[Arm]:
+    """One epoch of a long arm at each of `RATES`, by one seed: their losses can be compared."""
+    return [
+        Arm(
+            name=name,
+            question="rate",
+            against="" if name == RATE else RATE,
+            settings={
+                **LOSSES["kl"],
+                "loss.slot_weights": "dpace",
+                **LONGER,
+                "train.epochs": 1,
+                "optim.lr": rate,
+            },
+            seeds=tuple(seeds)[:1],
+        )
+        for name, rate in RATES.items()
     ]
 
 

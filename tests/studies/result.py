@@ -20,9 +20,9 @@ from studies.arms import (
     EVAL_STORE,
     FOLLOWED,
     Arm,
-    long_arms,
     needed_stores,
     objective_arms,
+    rate_arms,
 )
 from studies.paired import Difference, Score, Unpaired, relative, smallest_mode
 from studies.scoring import LOOKUP, UNTRAINED, score_path
@@ -66,7 +66,7 @@ def gathered(study: Study, command: str) -> dict[str, Any]:
     arms = study.all_wanted()
     paired_with = {arm.against for arm in arms}
     # scored by a call that named other arms, or none
-    others = (*objective_arms(study.seeds), *long_arms(study.seeds))
+    others = (*objective_arms(study.seeds), *study.long_arms, *rate_arms(study.seeds))
     bases = [arm for arm in others if arm.name in paired_with]
     scores = {arm.name: study.scores(arm) for arm in (*arms, *bases) if study.is_known(arm.store)}
     told = {arm.name: _arm(study, arm, scores) for arm in arms if scores.get(arm.name)}
@@ -291,7 +291,7 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for name, one in found["arms"].items():
-        if one["question"] in ("objective", "length"):
+        if one["question"] in ("objective", "length", "rate"):
             curves = list(one["curve"].values())
             steps = curves[0]["step"]
             length = min(len(each["step"]) for each in curves)

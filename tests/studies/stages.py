@@ -54,6 +54,7 @@ from studies.arms import (
     long_arms,
     needed_stores,
     objective_arms,
+    rate_arms,
 )
 from studies.paired import Score, best_arm
 from studies.running import Deadline, Job, OutOfTime, Started, environment, run_jobs
@@ -86,9 +87,12 @@ class Study:
     memory: Path | None = None
     """A folder on another file system, for half of every store; None: all are in `folder`."""
     names: tuple[str, ...] = ()
-    """The arms that are wanted, of those that there are; empty: all but the long ones."""
+    """The arms that are wanted, of those that there are; empty: all but the long ones and those of
+    the learning rate."""
     objective: str = ""
     """What the later arms are asked of; empty: the best one, once all are scored."""
+    rate: float = 0.0
+    """Learning rate of the long arms; 0: the preset's."""
     answers: Path | None = None
     """A folder of answers that a study sent from another machine; None: they are generated."""
     failures: list[str] = field(default_factory=list)
@@ -114,6 +118,10 @@ class Study:
     @property
     def _device_words(self) -> list[str]:
         return ["--gpus", self.gpus, "--share-gpu"] if self.gpus else ["--share-gpu"]
+
+    @property
+    def long_arms(self) -> list[Arm]:
+        return long_arms(self.seeds, self.rate)
 
     @property
     def size(self) -> Size:
@@ -364,7 +372,8 @@ class Study:
         arms += later_arms(chosen, self.seeds) if chosen else []
         if not self.names:
             return arms
-        known = {arm.name: arm for arm in [*arms, *long_arms(self.seeds)]}
+        arms += [*self.long_arms, *rate_arms(self.seeds)]
+        known = {arm.name: arm for arm in arms}
         # each once: two runs of one name would write into one folder
         names = [name for name in dict.fromkeys(self.names) if name != FOLLOWING]
         if unknown := [name for name in names if name not in known]:
@@ -554,7 +563,7 @@ class Study:
                 first[arm.name] = arm.run_name(scores[0].seed)
         if not taus:
             return ""
-        long = {arm.name for arm in long_arms(self.seeds)} & taus.keys()
+        long = {arm.name for arm in self.long_arms} & taus.keys()
         return first[best_arm({name: taus[name] for name in long or taus})]
 
     def foretold(self, stages: Sequence[str]) -> list[cost.Cost]:
