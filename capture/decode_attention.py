@@ -57,9 +57,9 @@ def grouped(model: nn.Module) -> Iterator[None]:
         return plain(module, query, key, value, attention_mask, scaling=scaling, **settings)
 
     # not the model's setting: a name of our own would be unknown to what asks whether it is `sdpa`
-    _functions["sdpa"] = attention
-    _masks["sdpa"] = partial(token_mask, plain_mask)
     try:
+        _functions["sdpa"] = attention
+        _masks["sdpa"] = partial(token_mask, plain_mask)
         yield
     finally:
         _functions["sdpa"] = plain

@@ -54,7 +54,7 @@ def decode(
     with the number of tokens so far. All end with the first that has NO_NUMBER in it.
     """
     answers: list[list[int]] = [[] for _ in prompts]
-    batch = _Batch(model, prompts, max(rooms), min(ends, default=0), device)
+    batch = _Batch(model, prompts, rooms, min(ends, default=0), device)
     rows = list(range(len(prompts)))
     logits_BV = batch.begin()
     chosen: list[torch.Tensor] = []
@@ -106,7 +106,7 @@ class _Batch:
         self,
         model: Any,
         prompts: Sequence[Sequence[int]],
-        num_steps: int,
+        rooms: Sequence[int],
         pad_id: int,
         device: torch.device | str,
     ) -> None:
@@ -118,7 +118,7 @@ class _Batch:
         length = max(map(len, prompts))
         # on the left: all answers begin at the same position of the batch
         ids_BT = torch.full((len(prompts), length), pad_id)
-        is_text_BT = torch.zeros((len(prompts), length + num_steps), dtype=torch.bool)
+        is_text_BT = torch.zeros((len(prompts), length + max(rooms)), dtype=torch.bool)
         for row, prompt in enumerate(prompts):
             ids_BT[row, length - len(prompt) :] = torch.tensor(prompt)
             is_text_BT[row, length - len(prompt) :] = True
@@ -128,6 +128,8 @@ class _Batch:
         # of the tokens to come too: none of them is padding
         self._is_text_BT = is_text_BT.to(device)
         self._position_B = torch.tensor([len(prompt) for prompt in prompts]).to(device)
+        # a row that has ended stays there: the target may know no position behind its room
+        self._last_B = self._position_B + torch.tensor(rooms).to(device) - 1
         self._cache: dict[str, Any] = {}
 
     def begin(self) -> torch.Tensor:
@@ -151,7 +153,7 @@ class _Batch:
         found = self._forward(
             token_B.to(self._device)[:, None], mask_BT, self._position_B[:, None], **self._cache
         )
-        self._position_B = self._position_B + 1
+        self._position_B = torch.minimum(self._position_B + 1, self._last_B)
         logits_BTV: torch.Tensor = found.logits
         return logits_BTV[:, -1]
 
@@ -159,10 +161,11 @@ class _Batch:
         """Only these rows are left."""
         # for a search of several beams every kind of cache can do this, states without positions
         # (of linear attention) among them; nothing asks for as many rows as there were
+        index_B = index_B.to(self._device)
         for cache in self._cache.values():
-            cache.reorder_cache(index_B.to(self._device))
-        self._is_text_BT = self._is_text_BT[index_B.to(self._device)]
-        self._position_B = self._position_B[index_B.to(self._device)]
+            cache.reorder_cache(index_B)
+        self._is_text_BT = self._is_text_BT[index_B]
+        self._position_B, self._last_B = self._position_B[index_B], self._last_B[index_B]
 
     def _forward(
         self,

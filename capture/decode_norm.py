@@ -9,7 +9,7 @@ Trap: a norm that multiplies by 1 + weight, or has a gate, is another one; each 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -27,14 +27,22 @@ _SCALES = (1.0, 1e-3, 30.0)
 def fused_norms(model: nn.Module) -> Iterator[None]:
     """Within it the model's plain RMS norms are torch's; all others stay as they are."""
     found = [module for module in model.modules() if is_plain(module)]
-    for module in found:
-        # of this one module: its class may be another target's too
-        module.forward = partial(fused_norm, module)
     try:
+        for module in found:
+            # of this one module: its class may be another target's too
+            module.forward = partial(normed, module, module.forward)
         yield
     finally:
         for module in found:
-            del module.forward
+            vars(module).pop("forward", None)
+
+
+def normed(
+    module: nn.Module, plain: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    """The fused one, or for states of another type than the weights' the module's own."""
+    is_alike = hidden.dtype == module.weight.dtype
+    return fused_norm(module, hidden) if is_alike else plain(hidden)
 
 
 def fused_norm(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

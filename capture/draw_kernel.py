@@ -69,36 +69,40 @@ def draw_kernel(
     largest = tl.where(is_odd, float("nan"), tl.max(logits_X, axis=0))
     out = row * S + tile
     tl.store(score_BS + out, score)
-    tl.store(token_BS + out, (tile * X + place).to(tl.int64))
+    # among NaNs the place may be behind the last token, which the target could not take
+    tl.store(token_BS + out, tl.minimum(tile * X + place, V - 1).to(tl.int64))
     tl.store(largest_BS + out, largest)
 
 
 def launch_draw(
     logits_BV: torch.Tensor, seed_B: torch.Tensor, step: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw.chosen_reference` on the current stream. Logits of a row touch."""
+    """`draw.chosen_reference` on the current stream. Logits of a row touch; among those that are no
+    numbers any token may be chosen."""
     num_rows, vocab_size = logits_BV.shape
     num_tiles = triton.cdiv(vocab_size, TILE)
     score_BS = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits_BV.device)
     token_BS = torch.empty_like(score_BS, dtype=torch.int64)
     largest_BS = torch.empty_like(score_BS)
-    draw_kernel[(num_rows, num_tiles)](
-        logits_BV,
-        logits_BV.stride(0),
-        seed_B,
-        step,
-        # as fp32 divides by it, also where this is only asked whether there is any
-        float(temperature),
-        score_BS,
-        token_BS,
-        largest_BS,
-        V=vocab_size,
-        S=num_tiles,
-        X=TILE,
-        IS_SAMPLED=temperature > 0,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+    # the logits of a target that is spread over several GPUs are not all on the current one
+    with torch.cuda.device_of(logits_BV):
+        draw_kernel[(num_rows, num_tiles)](
+            logits_BV,
+            logits_BV.stride(0),
+            seed_B,
+            step,
+            # as fp32 divides by it, also where this is only asked whether there is any
+            float(temperature),
+            score_BS,
+            token_BS,
+            largest_BS,
+            V=vocab_size,
+            S=num_tiles,
+            X=TILE,
+            IS_SAMPLED=temperature > 0,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
     # the first of equal tiles, which has the first of equal tokens
     best_B1 = score_BS.argmax(1, keepdim=True)
     return token_BS.gather(1, best_B1)[:, 0], largest_BS.amax(1).isfinite()

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import BinaryIO
 
@@ -128,6 +128,8 @@ class Beside:
     failed: list[int] | None = None
     """Exit codes of those that failed, where the first failure ends the others; None: it does
     not."""
+    told: list[int] = field(default_factory=list)
+    """The signal, once one of them has said that they stop."""
 
 
 def grouped(devices: Devices, per_process: int) -> list[tuple[int, ...]]:
@@ -282,6 +284,7 @@ def _watch(
     after the first that ended well."""
     # of other launches that are of use only with this one
     elsewhere = [] if beside is None or beside.failed is None else beside.failed
+    told = [] if beside is None else beside.told
     failed: _Child | None = None
     deadline = done_at = math.inf
     while any(child.is_running for child in children):
@@ -298,7 +301,8 @@ def _watch(
             _leave_behind(children, lag_s, screen)
         if (failed is not None or signals or elsewhere) and deadline == math.inf:
             deadline = time.monotonic() + GRACE_S
-            if signals and any(child.is_running for child in children):
+            if signals and not told and any(child.is_running for child in children):
+                told.append(signals[0])
                 name = signal.Signals(signals[0]).name
                 screen.note(f"{name}: stopping, up to {GRACE_S:.0f} s (again: at once)")
             for child in children:

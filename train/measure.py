@@ -168,8 +168,9 @@ def measure(run: Run, place: Place, import_s: float, folder: Path, log: RunLog) 
     )
     run = replace(run, train=trial)
     out.mkdir()
-    with StopWish() as wish, contextlib.closing(Group(place, run.train.timeout_s)) as group:
-        stores, samples, shape = open_stores(run, place, log, wish, False)
+    with contextlib.closing(Group(place, run.train.timeout_s)) as group:
+        # one that takes no signals: each of them interrupts, as there is nothing to save
+        stores, samples, shape = open_stores(run, place, log, StopWish(), False)
         training = build(run, place, group, _Quiet(place), stores, samples, shape, False)
         device, dtype = compute_on(run, place)
         draws = _Draws(trial_batches(samples, run.train), run.train.accumulate)
@@ -195,10 +196,10 @@ def measure(run: Run, place: Place, import_s: float, folder: Path, log: RunLog) 
         ):
             log.say(f"measuring training on {place.device}")
             built_s += time.perf_counter() - begin
-            compiled_s = _warmed(training, feed, device, wish)
+            compiled_s = _warmed(training, feed, device)
             # the steps alone need the device for themselves
             _until((folder / "costs.json").exists)
-            windows = _windows(training, feed, draws, device, wish)
+            windows = _windows(training, feed, draws, device)
             batch_s = fitted(
                 [_of_draws(samples, window.draws) for window in windows],
                 [window.seconds for window in windows],
@@ -268,19 +269,17 @@ def _of_draws(samples: Catalog, draws: Sequence[Draw]) -> list[float]:
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
-def _warmed(training: Training, feed: Feed, device: torch.device, wish: StopWish) -> float:
+def _warmed(training: Training, feed: Feed, device: torch.device) -> float:
     """The first steps; seconds that they take longer than later ones do."""
     begin = time.perf_counter()
     for _ in range(_WARM_STEPS):
-        warm = _window(training, feed, 1, device, wish)
+        warm = _window(training, feed, 1, device)
     return max(0.0, time.perf_counter() - begin - _WARM_STEPS * warm.seconds)
 
 
-def _windows(
-    training: Training, feed: Feed, draws: _Draws, device: torch.device, wish: StopWish
-) -> list[_Window]:
+def _windows(training: Training, feed: Feed, draws: _Draws, device: torch.device) -> list[_Window]:
     """Windows for `TRAIN_S` seconds."""
-    step_s = _window(training, feed, 1, device, wish).seconds
+    step_s = _window(training, feed, 1, device).seconds
     # the device is not waited for within a window, as it is not between two log lines
     num_steps = min(training.run.train.log_every, max(1, round(_WINDOW_S / step_s)))
     draws.repeat = num_steps
@@ -288,23 +287,19 @@ def _windows(
     while len(windows) < _LEAST_WINDOWS or (
         len(windows) < _MOST_WINDOWS and time.perf_counter() < end
     ):
-        windows.append(_window(training, feed, num_steps, device, wish))
+        windows.append(_window(training, feed, num_steps, device))
     return windows
 
 
-def _window(
-    training: Training, feed: Feed, num_steps: int, device: torch.device, wish: StopWish
-) -> _Window:
+def _window(training: Training, feed: Feed, num_steps: int, device: torch.device) -> _Window:
     begin = _now(device)
-    draws = tuple(_step(training, feed, wish) for _ in range(num_steps))
+    draws = tuple(_step(training, feed) for _ in range(num_steps))
     training.journal.line(1, 0.0, training.metrics, training.optimizer, feed)
     return _Window(draws, _now(device) - begin)
 
 
-def _step(training: Training, feed: Feed, wish: StopWish) -> Draw:
+def _step(training: Training, feed: Feed) -> Draw:
     """One step as a run takes it."""
-    if wish.is_asked():
-        raise KeyboardInterrupt
     draw = feed.step(lambda: False, lambda: None)
     assert draw is not None, "it draws for ever"
     take_step(training, feed, draw, 1, lambda: False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from dflash_pipeline.capture.decode_attention import grouped
 from dflash_pipeline.capture.decode_loop import NO_NUMBER, decode
@@ -198,6 +198,17 @@ def test_rows_leave_once_an_eighth_of_them_has_ended() -> None:
     looped(model, [[1]] * 10, [1, 9, 2, 9, 9, 5, 9, 9, 9, 9], set(), 1)
     assert kept == [[1, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 4, 5, 6, 7]]
     assert model.num_rows == [10, 10, 8, 8, 8, 7, 7, 7, 7]
+
+
+@pytest.mark.parametrize("look_every", [1, 16])
+def test_an_ended_row_stays_within_the_targets_positions(look_every: int) -> None:
+    """It stays in the batch for a while, at positions that a learned table does not have."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=272, n_embd=32, n_layer=2, n_head=4, n_positions=24)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    prompts, rooms = prompts_of([23] + [3] * 15), [1] + [20] * 15
+    wanted = [alone(model, *one, set()) for one in zip(prompts, rooms, strict=True)]
+    assert looped(model, prompts, rooms, set(), look_every) == wanted
 
 
 def test_a_model_without_a_cache_is_refused_by_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,34 @@ def test_only_a_norm_that_gives_the_same_is_taken(dtype: torch.dtype) -> None:
     hooked = PlainNorm(48, 1e-6).to(dtype)
     vars(hooked)["forward"] = hooked.forward
     assert not is_plain(hooked)
+
+
+def test_states_of_another_type_than_the_weights_are_left_to_the_module() -> None:
+    """A target that keeps its norms in fp32 has the type of its states changed by them."""
+    model = nn.Sequential(PlainNorm(48, 1e-6))
+    hidden = torch.randn(3, 48).bfloat16()
+    wanted = model(hidden)
+    with fused_norms(model):
+        assert "forward" in vars(model[0])
+        found = model(hidden)
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
+class InterruptedNorm(PlainNorm):
+    """A signal arrives where it would be replaced."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+def test_norms_are_back_where_a_signal_came_while_they_were_replaced() -> None:
+    model = nn.Sequential(PlainNorm(48, 1e-6), InterruptedNorm(48, 1e-6))
+    with pytest.raises(KeyboardInterrupt), fused_norms(model):
+        pass
+    assert not any("forward" in vars(one) for one in model)
 
 
 def check_error(device: str) -> None:

@@ -100,6 +100,16 @@ def test_only_what_gives_the_same_bits_is_taken() -> None:
     assert not turns_halves(lambda q, k: (q, k))
 
 
+def test_what_rounds_once_is_left_alone() -> None:
+    """As ModernBERT and HunYuan-VL do: in fp32 nothing tells it from the reference."""
+
+    def rotate(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = rotated_reference(*(one.float() for one in inputs))
+        return query.to(inputs[0].dtype), key.to(inputs[1].dtype)
+
+    assert not turns_halves(rotate)
+
+
 class OnGpu(torch.Tensor):
     """Says that it is there."""
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from dflash_pipeline.configs import launch as launcher
 from dflash_pipeline.configs.counts import closing_lines
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.gpus import Devices
-from dflash_pipeline.configs.launch import launch, place_of
+from dflash_pipeline.configs.launch import Beside, launch, noted_signals, place_of
 from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.status import Status, find_statuses, log_path, process_start
@@ -214,6 +215,21 @@ def test_ctrl_c_stops_every_process_and_is_exit_code_130(
     assert "error" not in captured.err
     if behaviour == "stops_by_itself":
         assert captured.out.count("finished the batch") == 2
+
+
+def test_of_launches_beside_one_another_one_says_that_they_stop(
+    stages: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs, one = str(tmp_path), Devices("cpu", (0,))
+    # each is the first of its launch: one file stands for both
+    (tmp_path / "waiting-1").touch()
+    _signal_once_waiting(tmp_path, times=1)
+    with noted_signals() as signals, ThreadPoolExecutor(2) as pool:
+        beside = Beside(signals, 2, [])
+        words = (f"{stages}:wait", Run(), one, "plan", logs, {})
+        both = [pool.submit(launch, *words, beside=beside) for _ in range(2)]
+        assert [done.result() for done in both] == [130, 130]
+    assert capfd.readouterr().out.count("SIGINT: stopping") == 1
 
 
 def test_a_second_ctrl_c_does_not_wait(stages: str, tmp_path: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dflash_pipeline.configs.place import Place
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.shares import StoreShare
 from dflash_pipeline.store.reader import Store
+from dflash_pipeline.store.runlog import RunLog
 from dflash_pipeline.store.table import HELD_OUT
+from dflash_pipeline.train import measure
 from dflash_pipeline.train.measure import amounts, count, trial_batches
 from dflash_pipeline.train.order import Catalog, catalog
 
@@ -63,3 +69,37 @@ def test_batches_that_are_timed_differ_in_length(samples: Catalog, train_run: An
     mixed, short, long = trial_batches(samples, config)
     assert sorted(np.concatenate(mixed).tolist()) == [0, 1, 2, 3]
     assert (np.concatenate(short).tolist(), np.concatenate(long).tolist()) == ([3], [2])
+
+
+@pytest.mark.parametrize("awaited", ["the store's rows", "the target's end"])
+def test_a_signal_ends_it_at_once_while_it_waits_for_the_captures_part(
+    awaited: str,
+    whole_store: Store,
+    train_run: Callable[..., Run],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a failure there: nobody is to wait until the launcher kills it."""
+    folder = tmp_path / "plan"
+    folder.mkdir()
+    (folder / "store").symlink_to(tmp_path / "hs")
+    monkeypatch.setattr(measure, "is_whole", lambda _path: awaited == "the target's end")
+    looked = list[float]()
+
+    def looks(seconds: float) -> None:
+        assert not looked, "it went on after the signal"
+        looked.append(seconds)
+        signal.raise_signal(signal.SIGTERM)
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(**vars(measure.time) | {"sleep": looks}))
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            measure.measure(train_run(), place, 0.0, folder, RunLog(place))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert looked
