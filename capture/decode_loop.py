@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
+from transformers import DynamicCache
 
 # steps between two looks on a device that computes beside the host; each costs a wait, and what is
 # decoded behind an end until the next one is thrown away
@@ -73,7 +74,7 @@ def decode(
             tell(sum(map(len, answers)))
             if not live or any(NO_NUMBER in answers[row][-1:] for row in rows):
                 break
-            if len(live) <= _KEPT_SHARE * len(rows):
+            if batch.can_keep and len(live) <= _KEPT_SHARE * len(rows):
                 rows = [rows[place] for place in live]
                 index_B = torch.tensor(live)
                 batch.keep(index_B)
@@ -143,6 +144,10 @@ class _Batch:
         if name is None:
             raise ValueError(f"{type(self._model).__name__} gives no cache that goes on")
         self._cache = {name: found[name]}
+        layers = getattr(found[name], "layers", ())
+        if layers and not any(hasattr(layer, "keys") for layer in layers):
+            # states alone have the padding behind them: a mask of all positions is none of one
+            self._has_padding = False
         logits_BTV: torch.Tensor = found.logits
         return logits_BTV[:, -1]
 
@@ -157,10 +162,17 @@ class _Batch:
         logits_BTV: torch.Tensor = found.logits
         return logits_BTV[:, -1]
 
+    @property
+    def can_keep(self) -> bool:
+        """Whether rows can leave. What a family's own cache holds beside its layers (MiniMax's
+        states of linear attention) stays as it is unless that class says otherwise."""
+        kinds = [type(cache) for cache in self._cache.values()]
+        return all(kind is DynamicCache or "reorder_cache" in vars(kind) for kind in kinds)
+
     def keep(self, index_B: torch.Tensor) -> None:
         """Only these rows are left."""
-        # for a search of several beams every kind of cache can do this, states without positions
-        # (of linear attention) among them; nothing asks for as many rows as there were
+        # for a search of several beams every layer can do this, states without positions (of
+        # linear attention) among them; nothing asks for as many rows as there were
         index_B = index_B.to(self._device)
         for cache in self._cache.values():
             cache.reorder_cache(index_B)

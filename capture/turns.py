@@ -30,10 +30,8 @@ def turn(what: str, say: Callable[[str], None], wait: Callable[[], None]) -> Ite
     and again until the first is done, or dead: the kernel gives its lock back at a kill -9 too.
     """
     name = hashlib.sha256(what.encode()).hexdigest()[:16]
-    try:
-        lock = os.open(Path(cache_dir()) / f"dflash-{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError:
-        # no cache to share
+    lock = _opened(f"dflash-{name}.lock")
+    if lock is None:
         yield
         return
     try:
@@ -48,6 +46,14 @@ def turn(what: str, say: Callable[[str], None], wait: Callable[[], None]) -> Ite
             # closing alone would leave it to a process that was forked meanwhile
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
+
+
+def _opened(name: str) -> int | None:
+    """A file of the cache; None where there is no cache to share."""
+    try:
+        return os.open(Path(cache_dir()) / name, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        return None
 
 
 def _taken(lock: int, kind: int) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from dflash_pipeline.capture.decode_attention import grouped
 from dflash_pipeline.capture.decode_loop import NO_NUMBER, decode
@@ -191,13 +191,57 @@ def test_the_last_token_is_not_put_to_the_model() -> None:
     assert len(model.num_rows) == 3
 
 
+class Noting:
+    """A cache that notes which rows it is to keep."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[int]] = []
+
+    def reorder_cache(self, index_B: torch.Tensor) -> None:
+        self.kept.append(index_B.tolist())
+
+
+class Inheriting(Noting):
+    """It may hold what the class above knows nothing of."""
+
+
 def test_rows_leave_once_an_eighth_of_them_has_ended() -> None:
-    kept: list[list[int]] = []
-    cache = SimpleNamespace(reorder_cache=lambda index_B: kept.append(index_B.tolist()))
+    cache = Noting()
     model = Scripted(one_hot(*[1] * 9), cache)
     looped(model, [[1]] * 10, [1, 9, 2, 9, 9, 5, 9, 9, 9, 9], set(), 1)
-    assert kept == [[1, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 4, 5, 6, 7]]
+    assert cache.kept == [[1, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 4, 5, 6, 7]]
     assert model.num_rows == [10, 10, 8, 8, 8, 7, 7, 7, 7]
+
+
+def test_rows_stay_in_a_cache_that_does_not_say_how_they_leave() -> None:
+    model = Scripted(one_hot(*[1] * 9), Inheriting())
+    found = looped(model, [[1], [1]], [1, 9], set(), 1)
+    assert found == [[1], [1] * 9]
+    assert model.num_rows == [2] * 9
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2", "minimax"])
+def test_states_that_are_no_layers_keys_are_answered_as_by_transformers(family: str) -> None:
+    """MiniMax's in a batch of one length: with padding transformers' own loop errs as well."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 2, "eos_token_id": 258}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    others: dict[str, dict[str, Any]] = {
+        "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
+        "minimax": {**heads, "num_local_experts": 2, "intermediate_size": 48, "block_size": 16},
+    }
+    settings = sizes | {"initializer_range": 0.3} | others.get(family, {})
+    if family == "minimax":
+        settings["layer_types"] = ["linear_attention", "full_attention"]
+    config = AutoConfig.for_model(family, **settings)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if "cache_params" in inspect.signature(model.forward).parameters:
+        pytest.skip("this transformers has them in an argument of their own")
+    lengths = (5, 5, 5, 5) if family == "minimax" else (3, 12, 7, 1)
+    prompts, rooms = prompts_of(lengths), (20, 20, 3, 12)
+    wanted = [alone(model, *one, set()) for one in zip(prompts, rooms, strict=True)]
+    for look_every in (1, 5):
+        assert looped(model, prompts, rooms, set(), look_every) == wanted
 
 
 @pytest.mark.parametrize("look_every", [1, 16])

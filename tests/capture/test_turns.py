@@ -79,6 +79,10 @@ def test_without_a_cache_to_share_nobody_waits(
     monkeypatch.setattr(turns, "cache_dir", lambda: str(tmp_path / "file"))
     with turn("code", _unheard, _unheard), turn("code", _unheard, _unheard):
         pass
+    # what then stops the compiler is told without what the cache had to say
+    with pytest.raises(ValueError, match="cannot") as failed, turn("code", _unheard, _unheard):
+        raise ValueError("cannot be compiled")
+    assert failed.value.__context__ is None
 
 
 def _compile_for_ever(directory: str, is_begun: Any) -> None:

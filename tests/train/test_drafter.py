@@ -225,3 +225,21 @@ def test_start_weights_depend_on_the_seed_alone(shape: DrafterShape) -> None:
     assert not torch.equal(first.fc[0].weight, other.fc[0].weight)
     assert float(first.fc[0].weight.detach().std()) == pytest.approx(0.02, rel=0.3)
     assert torch.equal(first.norm.weight, torch.ones(8))
+
+
+@pytest.mark.parametrize("seed", [3, -1, -(1 << 63), (1 << 63) - 1])
+def test_start_weights_are_the_same_whoever_draws_them(seed: int, shape: DrafterShape) -> None:
+    alone, together = Drafter(shape), Drafter(shape)
+    before = torch.get_num_threads()
+    try:
+        for drafter, num_threads in ((alone, 1), (together, 5)):
+            torch.set_num_threads(num_threads)
+            drafter.initialise(seed)
+    finally:
+        torch.set_num_threads(before)
+    pairs = zip(alone.parameters(), together.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+    # each matrix has numbers of its own
+    matrices = [one.detach().flatten()[:8].tolist() for one in alone.parameters() if one.dim() > 1]
+    assert len(set(map(tuple, matrices))) == len(matrices)
+    assert all(one.requires_grad for one in alone.parameters())
