@@ -96,7 +96,9 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
     pooled = found[ALL]
     low, high = pooled["interval"]
-    verdict = "A accepts more" if low > 0 else "B accepts more" if high < 0 else "no difference"
+    # an interval that holds 0 is no sign that there is none: more prompts might show which
+    undecided = f"{pooled['prompts']} prompts do not tell them apart"
+    verdict = "A accepts more" if low > 0 else "B accepts more" if high < 0 else undecided
     return [*columns(lines, left=(0,)), f"at 95 %: {verdict}"]
 
 
