@@ -48,7 +48,8 @@ def lines(found: Found) -> list[str]:
         name = f"{variant}/{one.stage}" if variant else one.stage
         told.append(f"{name}-{one.number}  {state}  {one.host}:{one.pid}  {age} ago")
         if one.unit:
-            shown = progress_line(one.stage, {**asdict(one), "rate": one.rate})
+            message = {**asdict(one), "rate": one.rate}
+            shown = progress_line(one.stage, message, is_at_work=one.is_alive)
             told.append(f"  {shown}")
         if one.error or one.text:
             told.append(f"  {one.error or one.text}")

@@ -120,8 +120,11 @@ def _together(parts: Sequence[Mapping[str, Any]], world: int) -> dict[str, Any]:
     }
 
 
-def progress_line(stage: str, message: Mapping[str, Any]) -> str:
-    """`capture: 1,200 of 9,000 samples (13 %), 41 samples/s, 0:03:10 left, loss 2.31`."""
+def progress_line(stage: str, message: Mapping[str, Any], *, is_at_work: bool = True) -> str:
+    """`capture: 1,200 of 9,000 samples (13 %), 41 samples/s, 0:03:10 left, loss 2.31`.
+
+    Of a process that has ended, its part of the work perhaps taken by others, no time is left.
+    """
     done, total, rate = message["done"], message["total"], message["rate"]
     parts = [f"{stage}: {_number(done)}"]
     if total:
@@ -130,7 +133,7 @@ def progress_line(stage: str, message: Mapping[str, Any]) -> str:
         parts[0] += f" {message['unit']}"
     if rate > 0:
         parts.append(f"{_number(rate)} {message['unit']}/s")
-        if total and not _is_over(message):
+        if total and is_at_work and not _is_over(message):
             parts.append(f"{duration((total - done) / rate)} left")
     parts += [f"{name} {_number(value)}" for name, value in message["numbers"].items()]
     return ", ".join(parts)

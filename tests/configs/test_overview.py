@@ -58,6 +58,20 @@ def test_a_store_that_has_lost_its_runs_is_not_said_to_need_nothing() -> None:
     assert "go on with one that used them (its dflash train line with --resume)" in told
 
 
+@pytest.mark.parametrize(
+    ("state", "is_alive"),
+    [("running", True), ("done", True), ("failed", True), ("stopped", True), ("running", False)],
+)
+def test_only_a_process_at_work_has_time_left(state: str, is_alive: bool) -> None:
+    """Of two workers each ends with a part of the shards, the rest done by the other."""
+    variant, status = _status(state, is_alive)
+    status.done, status.total, status.unit = 75, 100, "rows"
+    status.begin_time, status.time = 2.0, 10.0
+    (shown,) = [line for line in lines([(variant, status)]) if "75 of 100 rows (75 %)" in line]
+    assert "rows/s" in shown
+    assert ("left" in shown) is (state == "running" and is_alive)
+
+
 def test_people_and_programs_are_told_the_same() -> None:
     variant, status = "shallow", _status("running", is_alive=False)[1]
     status.done, status.total, status.unit, status.error = 5, 10, "rows", "it hangs"
