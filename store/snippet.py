@@ -6,6 +6,8 @@ NUMPY_DECODER = """\
 import json, numpy as np
 path, i = "{path}", {sample}                              # sample i, in plan order
 with open(f"{{path}}/zarr.json") as file: about = json.load(file)["attributes"]["dflash"]
+mode = about["identity"]["hidden_mode"]
+assert mode == "bf16", f"{{path}} holds {{mode}} rows: dflash inspect prints their decoder"
 K, H = len(about["identity"]["layer_ids"]), about["identity"]["hidden_size"]
 def column(name, dtype):
     return int(np.memmap(f"{{path}}/samples/{{name}}/c/0", dtype, "r")[i])
@@ -14,7 +16,7 @@ first = column("start", "<i8") - s * about["layout"]["rows_per_shard"]
 bits = np.memmap(f"{{path}}/b{{b}}/hidden/c/{{s}}/0/0", "<u2", "r", 0, (first + T, K, H))[first:]
 hidden_TKH = (bits.astype("<u4") << 16).view("<f4")
 """
-"""Reads a bf16 store with numpy alone."""
+"""Reads a bf16 store with numpy alone, and no other: bytes of int8 rows would make numbers too."""
 
 QUANTISED_DECODER = """\
 import base64, json, numpy as np

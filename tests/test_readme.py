@@ -8,6 +8,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -18,10 +19,13 @@ from dflash_pipeline.configs.counts import Counts
 from dflash_pipeline.configs.load import all_keys, load, preset_names
 from dflash_pipeline.configs.schema import Run
 from dflash_pipeline.configs.sweep import read_variants
+from dflash_pipeline.store import open_store
+from dflash_pipeline.store.paths import SEALED_FILE
 from dflash_pipeline.store.snippet import NUMPY_DECODER
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+GOLDEN = ROOT / "tests" / "golden"
 FOLDERS = ("capture", "configs", "store", "train")
 # options of other programs, which the README shows in their own lines
 FOREIGN = ("pip ", "vllm ", "python -m sglang", "python tests/bench/")
@@ -252,6 +256,39 @@ def test_the_tables_of_the_capture_are_what_was_measured() -> None:
 
 def test_the_numpy_decoder_is_the_one_that_is_tested() -> None:
     assert NUMPY_DECODER.format(path="/nvme/hs", sample=0) in _blocks("python")
+
+
+def _decode_golden(mode: str) -> Any:
+    """hidden_TKH by the README's lines, of a store with rows of this mode."""
+    code = next(block for block in _blocks("python") if "import json, numpy" in block)
+    names: dict[str, Any] = {}
+    exec(code.replace("/nvme/hs", str(GOLDEN / f"store-v1-{mode}"), 1), names)
+    return names["hidden_TKH"]
+
+
+def test_the_numpy_decoder_reads_bf16_rows_and_refuses_others() -> None:
+    """It once took the bytes of int8 and int4 for bf16, and gave numbers without a word."""
+    wanted = open_store(GOLDEN / "store-v1-bf16").sample(0).hidden_TKH
+    assert (_decode_golden("bf16") == wanted).all()
+    for mode in ("int8", "int4"):
+        with pytest.raises(AssertionError, match=f"holds {mode} rows: dflash inspect prints their"):
+            _decode_golden(mode)
+
+
+def test_the_listed_paths_of_a_store_are_there_when_it_says_so(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    told = dict(re.findall(r"^DIR/(\S+?),? +(\S.*)$", TEXT, re.MULTILINE))
+    growing = tiny.build(tiny.make_plan(6), tmp_path / "hs").path
+    at_the_end = [path for path, about in told.items() if "once every shard" in about]
+    assert at_the_end == [SEALED_FILE]
+    of_some = {"calibration/": "int8 and int4", "consumers": "under --quota"}
+    for path, about in told.items():
+        if path in of_some:
+            assert about.startswith(of_some[path])
+            continue
+        assert (GOLDEN / "store-v1-bf16" / path).exists(), path
+        assert (growing / path).exists() is (path not in at_the_end), path
 
 
 def test_the_first_screen_holds_what_a_newcomer_needs() -> None:

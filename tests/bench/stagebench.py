@@ -17,6 +17,7 @@ from jobs import Job
 from random_target import SHAPES, lognormal_lengths, save_conversations, save_random_target
 
 from dflash_pipeline.configs.gpus import listed, parse
+from dflash_pipeline.store import paths
 
 # seconds: what a command may take before it counts as hung
 PART_LIMIT_S = 300.0
@@ -110,11 +111,11 @@ class Stages:
 
     def store(self) -> str:
         """Of the capture on most devices; made where no part has."""
-        done = sorted(self.folder.glob("hs-[0-9]*/commit_sealed"))
+        done = sorted(self.folder.glob(f"hs-[0-9]*/{paths.SEALED_FILE}"))
         if not done:
             self.run(self.capture("hs-0", self.every()))
             return "hs-0"
-        return done[-1].parent.name
+        return done[-1].relative_to(self.folder).parts[0]
 
     def store_bytes(self, store: str) -> tuple[int, int]:
         """Bytes of rows, and of all else."""

@@ -172,9 +172,9 @@ def test_the_notebook_lines_show_a_sample_that_is_there(
     assert (names["hidden_TKH"] == hidden_TKH).all()
 
 
-def test_ten_lines_of_numpy_read_a_store_without_the_package(store: Store, plan: Any) -> None:
+def test_twelve_lines_of_numpy_read_a_store_without_the_package(store: Store, plan: Any) -> None:
     code = NUMPY_DECODER.format(path=store.path, sample=0)
-    assert len(code.splitlines()) == 10
+    assert len(code.splitlines()) == 12
     code = code.replace(f'"{store.path}", 0', f'"{store.path}", 17', 1)
     assert _run_without_the_package(code, store.path) == plan.rows_of(17)[0].tobytes()
 
