@@ -22,9 +22,10 @@ from dflash_pipeline.capture import toytext
 from dflash_pipeline.configs import gpus
 from dflash_pipeline.configs.disk import write_whole, writing
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.figures import COLOURS, legend_above
 from dflash_pipeline.configs.jsonfile import read_object
 from dflash_pipeline.configs.place import Place
-from dflash_pipeline.configs.schema import Run
+from dflash_pipeline.configs.schema import LossConfig, Run
 from dflash_pipeline.store.runlog import RunLog
 
 PROMPT_SEED = 1
@@ -79,7 +80,7 @@ json = "eval.json"
 """
 
 
-def main(_run: Run, place: Place, extra: dict[str, Any]) -> None:
+def main(run: Run, place: Place, extra: dict[str, Any]) -> None:
     """Run all stages in extra["out"] and write demo.json and demo.png there.
 
     extra: target (`toy` or `smollm2`), out, gpus and share_gpu (as typed). A directory whose demo
@@ -118,7 +119,9 @@ def main(_run: Run, place: Place, extra: dict[str, Any]) -> None:
         seconds=stages.seconds,
     )
     write_whole(out / "demo.json", (json.dumps(summary, indent=2) + "\n").encode())
-    draw(out / "demo.png", read_losses(out / "run" / "metrics.jsonl"), summary)
+    losses = read_losses(out / "run" / "metrics.jsonl")
+    # the demo's own file sets no loss: training has that of the preset
+    draw(out / "demo.png", losses, loss_text(run.loss), summary)
     for line in table(summary):
         log.say(line)
     log.say(f"written: {out / 'demo.json'}, {out / 'demo.png'}; to serve: {out / 'drafter'}")
@@ -214,7 +217,7 @@ def first_device(gpus: str) -> str:
 
 
 def read_losses(path: Path) -> list[tuple[int, float]]:
-    """(step, mean cross-entropy since the line before) of each log line of a training run."""
+    """(step, mean loss since the line before) of each log line of a training run."""
     records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
 
@@ -267,8 +270,26 @@ def table(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def draw(path: Path, losses: Sequence[tuple[int, float]], summary: Mapping[str, Any]) -> None:
-    """Loss over steps, and tokens kept a cycle by domain, as a PNG."""
+def loss_text(loss: LossConfig) -> str:
+    """What the loss of a run is, for the axis along which it falls."""
+    weights = {
+        "cross-entropy": loss.ce,
+        "KL": loss.kl,
+        "total variation": loss.tv,
+        "entropy where right": loss.cap_lambda,
+    }
+    terms = [
+        name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items() if weight
+    ]
+    # a total variation is a chance
+    unit = "" if loss.tv else ", nats"
+    return f"loss: {' + '.join(terms)}, by slot weight{unit}"
+
+
+def draw(
+    path: Path, losses: Sequence[tuple[int, float]], about: str, summary: Mapping[str, Any]
+) -> None:
+    """Loss over steps, and tokens kept a cycle by domain, as a PNG. about: what the loss is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -276,19 +297,18 @@ def draw(path: Path, losses: Sequence[tuple[int, float]], summary: Mapping[str, 
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     left.plot([step for step, _ in losses], [loss for _, loss in losses])
-    left.set(xlabel="optimizer step", ylabel="weighted cross-entropy, nats", yscale="log")
+    left.set(xlabel="optimizer step", ylabel=about, yscale="log")
     domains = list(summary["tau_trained"])
     for place, (arm, label) in enumerate(
         zip(ARMS, ("untrained drafter", "prompt lookup", "trained drafter"), strict=True)
     ):
         middles = [number + 0.27 * (place - 1) for number in range(len(domains))]
-        bars = right.bar(
-            middles, [summary[f"tau_{arm}"][domain] for domain in domains], 0.25, label=label
-        )
+        taus = [summary[f"tau_{arm}"][domain] for domain in domains]
+        bars = right.bar(middles, taus, 0.25, label=label, color=COLOURS[arm])
         right.bar_label(bars, fmt="%.1f", fontsize=7)
     right.set_xticks(range(len(domains)), domains)
     right.set(ylabel="tokens kept a verify cycle")
-    right.legend(fontsize=8)
+    legend_above(right)
     figure.suptitle(f"dflash demo, target {summary['target']}")
     with writing(path):
         figure.savefig(path, dpi=120)

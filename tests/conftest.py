@@ -54,6 +54,21 @@ def tiny() -> ModuleType:
 
 
 @pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Matplotlib's figures as they were written, in turn."""
+    from matplotlib.figure import Figure
+
+    found, save = list[Any](), Figure.savefig
+
+    def saved(figure: Any, *arguments: Any, **keywords: Any) -> None:
+        save(figure, *arguments, **keywords)
+        found.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return found
+
+
+@pytest.fixture
 def ptx_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
     """`ptx_for_hopper(kernel, kinds, constants, num_warps, fused, aligned)`: a kernel's PTX.
 

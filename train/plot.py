@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_pipeline.configs.disk import writing
+from dflash_pipeline.configs.figures import COLOURS, legend_above
 from dflash_pipeline.train.report import ALL, Report
 
 
@@ -25,13 +26,14 @@ def draw(path: Path, report: Report) -> None:
         below = [max(tau - one.tau.low, 0.0) for tau, one in zip(taus, found, strict=True)]
         above = [max(one.tau.high - tau, 0.0) for tau, one in zip(taus, found, strict=True)]
         middles = [number - 0.4 + width * (place + 0.5) for number in range(len(domains))]
-        left.bar(middles, taus, width, yerr=(below, above), capsize=2, label=name)
+        colour = COLOURS[name]
+        left.bar(middles, taus, width, yerr=(below, above), capsize=2, color=colour)
         shares = report.summary(name, ALL).whole.accepted_by_slot
-        right.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
+        right.plot(range(1, len(shares) + 1), shares, marker="o", label=name, color=colour)
     left.set_xticks(range(len(domains)), domains)
     left.set(ylabel="tokens kept a cycle (tau), 95 %")
     right.set(xlabel="slot", ylabel="share of cycles that accept up to it", ylim=(0, 1))
-    right.legend(fontsize=8)
+    legend_above(right)
     how = "replayed" if report.plain is None else "decoded"
     sampled = f", temperature {report.settings['temperature']:g}" if report.is_sampled else ""
     figure.suptitle(f"{report.num_prompts} prompts, {how}{sampled}")

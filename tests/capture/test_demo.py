@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from matplotlib.colors import to_rgba
 
 from dflash_pipeline.capture import demo, toytext
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.figures import COLOURS
 from dflash_pipeline.configs.load import load
 from dflash_pipeline.configs.place import Place
+from dflash_pipeline.configs.schema import LossConfig
 from dflash_pipeline.store.runlog import RunLog
 from places import cpu_place
 
@@ -164,6 +167,43 @@ def test_the_first_device_of_several() -> None:
         "cpu",
         "cpu",
     ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (LossConfig(), "loss: KL, by slot weight, nats"),
+        (LossConfig(ce=1, kl=0), "loss: cross-entropy, by slot weight, nats"),
+        (
+            LossConfig(ce=0.5, kl=1, cap_lambda=0.1),
+            "loss: 0.5 cross-entropy + KL + 0.1 entropy where right, by slot weight, nats",
+        ),
+        (LossConfig(kl=0, tv=1), "loss: total variation, by slot weight"),
+    ],
+)
+def test_the_axis_of_the_loss_says_which_loss_it_is(loss: LossConfig, text: str) -> None:
+    assert demo.loss_text(loss) == text
+
+
+def test_the_figure_names_the_loss_of_the_run_and_its_legend_covers_no_bar(
+    tmp_path: Path, place: Place, figures: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "Stages", FakeStages)
+    run = load("toy", (), {})
+    demo.main(run, place, _extra(tmp_path / "demo"))
+    (figure,) = figures
+    left, right = figure.axes
+    assert left.get_ylabel() == demo.loss_text(run.loss)
+    names = dict(
+        zip(demo.ARMS, ("untrained drafter", "prompt lookup", "trained drafter"), strict=True)
+    )
+    drawn = {bars.get_label(): bars.patches[0].get_facecolor() for bars in right.containers}
+    assert drawn == {names[arm]: to_rgba(COLOURS[arm]) for arm in demo.ARMS}
+    legend, whole = right.get_legend().get_window_extent(), figure.bbox
+    assert whole.contains(*legend.min)
+    assert whole.contains(*legend.max)
+    for bars in right.containers:
+        assert not any(legend.overlaps(bar.get_window_extent()) for bar in bars.patches)
 
 
 def test_the_table_has_a_column_for_each_domain() -> None:
