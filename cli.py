@@ -313,7 +313,8 @@ def train(
         *("store.path", "store.hidden_mode", "eval"),
     ),
 )
-@options(("--drafter", "eval.drafter"), ("--target", "target.id"), ("--prompts", "eval.prompts"))
+@option("--drafter", "eval.drafter", more="With --check a hub name (owner/name) as well.")
+@options(("--target", "target.id"), ("--prompts", "eval.prompts"))
 @options(("--store", "store.path"), ("--limit", "eval.limit"), ("--max-len", "data.max_len"))
 @options(("--overlong", "data.overlong"), ("--max-new-tokens", "eval.max_new_tokens"))
 @options(("--temperature", "eval.temperature"), ("--batch-size", "eval.batch_size"))
@@ -332,7 +333,7 @@ def train(
     is_flag=True,
     help="Try the whole path with a drafter of others first: answers, store, gate, replay and "
     f"decoding of {evaluation.CHECK_PROMPTS} prompts (--limit: of so many), held against published "
-    "figures.",
+    "figures. Needs --target, --drafter and --prompts.",
 )
 @options(*TEMPLATE)
 @option("--gpus-per-target", "target.num_gpus")

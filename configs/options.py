@@ -174,10 +174,13 @@ _STANDS_FOR = {
 }
 
 
-def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Function], Function]:
+def option(
+    flag: str, key: str, *, turns: bool | None = None, more: str = ""
+) -> Callable[[Function], Function]:
     """An option whose meaning, type and default are the schema's field `key`.
 
-    turns: the flag takes no value and sets the field to this.
+    turns: the flag takes no value and sets the field to this. more: what is so of the command at
+    hand alone.
     """
     doc = field_docs()[key]
     is_list = typing.get_origin(doc.kind) is tuple
@@ -187,6 +190,7 @@ def option(flag: str, key: str, *, turns: bool | None = None) -> Callable[[Funct
     # a flag that turns a field off is told what off means
     text = doc.text.partition("; off: ")[2].capitalize() if turns is False else doc.text
     text += " Repeatable." if is_list else ""
+    text += f" {more}" if more else ""
     if turns is None and doc.default not in ("", ()):
         text += f"  [default: {doc.default}]"
     elif turns is None and "empty:" not in text.lower():

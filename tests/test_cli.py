@@ -1204,6 +1204,30 @@ def test_a_failed_check_of_the_whole_path_names_a_log_that_is_there(
     assert sorted(os.listdir()) == ["a.jsonl", "b.jsonl", "c.jsonl", "hs", "x"]
 
 
+@pytest.mark.parametrize(
+    ("drafter", "told"),
+    [("x", "/check-0.log)"), ("someone/drafter-of-toy", "cannot be fetched from the hub")],
+)
+def test_the_check_of_the_readme_starts_with_what_its_help_says_it_needs(
+    drafter: str, told: str, type_line: Callable[..., Ended]
+) -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"`(dflash eval --[^`]*--check)`", text)
+    assert " T " in line
+    assert " D " in line
+    Path("prompts.jsonl").write_text(ROW)
+    ended = type_line(line.replace(" T ", " toy ").replace(" D ", f" {drafter} ") + " --gpus cpu")
+    # the first stage, which has no stand-in, looks for the drafter's weights
+    assert told in ended.err
+    needed = re.search(r"Needs (.*?)\.", " ".join(type_line("dflash eval --help").out.split()))
+    assert needed is not None
+    options = re.findall(r"--\w+", needed[1])
+    assert set(options) == set(re.findall(r"--\w+", line)) - {"--check"}
+    for option in options:
+        ended = type_line(re.sub(rf"{option} \S+", "", line) + " --gpus cpu")
+        assert (ended.code, f"no {option} " in ended.err) == (2, True), ended.err
+
+
 def test_a_name_that_is_taken_is_not_proposed(type_line: Callable[..., Ended]) -> None:
     Path("drafter").mkdir()
     Path("d.store").mkdir()
