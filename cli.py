@@ -434,7 +434,13 @@ def inspect(path: str, sample: str, follow: bool, as_json: bool) -> int:
     if not follow:
         entry, extra = "dflash_pipeline.store.describe:main", extra | {"sample": sample}
     code = look(entry, "inspect", extra)
-    return code if as_json else end(code, f"dflash verify {shlex.quote(path)}")
+
+    def following_line() -> str:
+        from dflash_pipeline.store import following as after
+
+        return after.finishing(capture, path) or f"dflash verify {shlex.quote(path)}"
+
+    return code if as_json else end(code, following_line)
 
 
 @dflash.command()
@@ -464,7 +470,11 @@ def verify(
     share_gpu: bool,
     as_json: bool,
 ) -> int:
-    """Check a store; exit code 1 and a line for each fault where it is not whole."""
+    """Check a store; exit code 1 and a line for each fault where it is not whole.
+
+    One that a capture is writing is checked as far as it has come; one that lacks shards while no
+    capture is at work is not whole. After --repair the capture that redoes them is the next line.
+    """
     inputs.check_store(path)
     extra: dict[str, object] = {"path": path, "json": as_json}
     entry, run, devices = "dflash_pipeline.store.check:main", Run(), ONE_CPU
@@ -475,7 +485,7 @@ def verify(
         if repair:
             return after.after_repair(capture, path, deep)
         if deep or sample is not None:
-            return after.after_check(capture, path)
+            return after.after_check(path)
         return f"dflash verify --deep {shlex.quote(path)}"
 
     if sample is not None:
@@ -493,6 +503,14 @@ def verify(
     if repair:
         entry = "dflash_pipeline.store.repair:main"
     code = look(entry, "verify", extra, run, devices, share_gpu)
+    if code == 0 and not repair:
+        from dflash_pipeline.store import following as after
+
+        if again := after.finishing(capture, path):
+            # what is there is sound, but `verify && train` must not take it for all
+            raise ValueError(
+                f"{path} lacks shards or its seal, and no capture is at work; to go on: {again}"
+            )
     return code if as_json else end(code, following_line)
 
 

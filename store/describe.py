@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.mounts import root_of
-from dflash_pipeline.store import durable, paths, stripes
+from dflash_pipeline.store import durable, glance, paths, stripes
 from dflash_pipeline.store.commit import COMMITTED, RELEASED, Commit
 from dflash_pipeline.store.consumers import consumers, presence_text
 from dflash_pipeline.store.reader import Store, open_store
@@ -83,7 +83,7 @@ def describe(path: str | Path, sample: str = "") -> dict[str, Any]:
         "snippet": _snippet(store, root),
     }
     found["total"] = _total(store, found["buckets"])
-    found["progress"] = _progress(store, records, found["total"])
+    found["progress"] = _progress(store, records, found["total"], found["state"])
     found["sample"] = _sample(store, _named(store, sample), problems)
     return found
 
@@ -101,7 +101,9 @@ def describe_progress(store: Store) -> dict[str, Any]:
     """The part of it that changes while a store grows."""
     records = _records(store)
     total = _total(store, _buckets(store, records))
-    return {"state": _state(store), "total": total, "progress": _progress(store, records, total)}
+    state = _state(store)
+    progress = _progress(store, records, total, state)
+    return {"state": state, "total": total, "progress": progress}
 
 
 def _records(store: Store) -> Records:
@@ -132,11 +134,13 @@ def _named(store: Store, sample: str) -> int | None:
 
 
 def _state(store: Store) -> str:
-    if not store.spec.is_calibrated:
-        return "not calibrated yet"
-    if store.is_sealed:
+    if store.is_sealed and store.spec.is_calibrated:
         return "sealed"
-    return "complete, not sealed" if store.is_complete else "growing"
+    is_stopped = glance.has_stopped(str(store.path))
+    if store.spec.is_calibrated and not store.is_complete:
+        return "stopped" if is_stopped else "growing"
+    reached = "complete, not sealed" if store.spec.is_calibrated else "not calibrated yet"
+    return f"{reached}, stopped" if is_stopped else reached
 
 
 def _bucket(store: Store, records: Records, bucket: int) -> dict[str, Any]:
@@ -176,8 +180,10 @@ def _total(store: Store, buckets: list[dict[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def _progress(store: Store, records: Records, total: Mapping[str, Any]) -> dict[str, Any]:
-    """Rate and time left, from when the commit records appeared."""
+def _progress(
+    store: Store, records: Records, total: Mapping[str, Any], state: str
+) -> dict[str, Any]:
+    """Rate and time left, from when commit records appeared; no time where nobody is at work."""
     times: list[tuple[float, int]] = []
     for shard_id, record in records.items():
         # a release writes the record anew
@@ -194,7 +200,7 @@ def _progress(store: Store, records: Records, total: Mapping[str, Any]) -> dict[
     return {
         "tokens_left": left,
         "tokens_per_s": rate,
-        "eta_s": left / rate if rate else None,
+        "eta_s": left / rate if rate and "stopped" not in state else None,
         "last_commit_age_s": time.time() - times[-1][0] if times else None,
     }
 

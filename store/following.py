@@ -50,13 +50,20 @@ def after_repair(capture: click.Command, store: str, deep: bool) -> str:
     return following.capturing_again(capture, store, captured)
 
 
-def after_check(capture: click.Command, store: str) -> str:
-    """The line that trains on a store whose rows were found good; before it, where shards are
-    missing and nobody captures them, once more the capture."""
-    captured = glance.recorded_run(store)
-    if captured and glance.is_open(store) and not glance.is_at_work(store):
-        return following.capturing_again(capture, store, captured)
+def after_check(store: str) -> str:
+    """The line that trains on a store whose rows were found good."""
     return training_on(store, lambda: training_line(store, store))
+
+
+def finishing(capture: click.Command, store: str) -> str:
+    """Once more the capture that made a store, where shards are missing and nobody captures them;
+    empty: of any other store."""
+    if not glance.is_abandoned(store):
+        return ""
+    captured = glance.recorded_run(store)
+    if not captured:
+        return f"the dflash capture line that made {store}, once more"
+    return following.capturing_again(capture, store, captured)
 
 
 def measuring(

@@ -76,6 +76,17 @@ def is_at_work(store: str) -> bool:
     return any(one.is_alive for one in find_statuses(root_of(store)))
 
 
+def has_stopped(store: str) -> bool:
+    """Whether a capture into this store has told of itself, and no process of one is alive."""
+    every = find_statuses(root_of(store))
+    return any(one.stage == "capture" for one in every) and not any(one.is_alive for one in every)
+
+
+def is_abandoned(store: str) -> bool:
+    """Whether there is a store whose shards are not all there, and no capture into it at work."""
+    return root(store) is not None and is_open(store) and not is_at_work(store)
+
+
 def capture_wait(store: str) -> str:
     """What the capture into a rolling store waits for; empty: one of its processes is at work, or
     there is none."""

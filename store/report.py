@@ -61,7 +61,7 @@ def _head(found: Mapping[str, Any]) -> list[str]:
     if total["compiled_shards"]:
         lines.append(compiled_text(total["compiled_shards"], total["committed_shards"]))
     if progress["tokens_left"]:
-        lines.append(_rate(progress))
+        lines.append(_rate(found))
     named = [name for name in ("dropped", "bad") if found[name]]
     return lines + [f"{name}: {_counts(found[name])}" for name in named]
 
@@ -69,7 +69,7 @@ def _head(found: Mapping[str, Any]) -> list[str]:
 def progress_text(found: Mapping[str, Any]) -> str:
     """A line of `inspect --follow`."""
     total, progress = found["total"], found["progress"]
-    rate = f", {_rate(progress)}" if progress["tokens_left"] else ""
+    rate = f", {_rate(found)}" if progress["tokens_left"] else ""
     waiting = f"; the capture waits: {found['waiting']}" if found["waiting"] else ""
     return (
         f"{found['state']}: {total['committed_shards']} of {total['shards']} shards, "
@@ -96,7 +96,10 @@ def _ratio(identity: Mapping[str, Any], total: Mapping[str, Any]) -> str:
     return f", {total['ratio_to_bf16']:.2f}x smaller than bf16 with `last` of every token"
 
 
-def _rate(progress: Mapping[str, Any]) -> str:
+def _rate(found: Mapping[str, Any]) -> str:
+    progress = found["progress"]
+    if "stopped" in found["state"]:
+        return "no capture is at work"
     if progress["eta_s"] is None:
         # the first shard alone tells no speed
         return "speed and time left not known yet"

@@ -1130,12 +1130,24 @@ def test_what_comes_after_a_store_takes_the_preset_that_it_was_captured_with(
     Path(recorded_store, "commit_sealed/c/0").unlink()
     capturing = f"next: dflash capture --data 'b c.jsonl' --store {recorded_store} --config toy"
     assert type_line(f"dflash verify --repair {recorded_store}").last_line == capturing
-    assert type_line(f"dflash verify --deep {recorded_store}").last_line == capturing
+    assert type_line(f"dflash inspect {recorded_store}").last_line == capturing
+    for flag in ("", "--deep ", "--json ", "--sample 2 --target toy --gpus cpu "):
+        ended = type_line(f"dflash verify {flag}{recorded_store}")
+        # `verify && train` must not go on with a part
+        assert ended.code == 1
+        assert ended.err == (
+            f"error: {recorded_store} lacks shards or its seal, and no capture is at work; "
+            f"to go on: {capturing.removeprefix('next: ')}\n"
+        )
+        assert "next:" not in ended.out
     # one that is at work is followed
     status = new_status("capture", 0, "cpu")
     status.state = "running"
     write_status(f"{recorded_store}.logs", status)
-    assert type_line(f"dflash verify --deep {recorded_store}").last_line == training
+    ended = type_line(f"dflash verify --deep {recorded_store}")
+    assert (ended.code, ended.last_line) == (0, training)
+    looking = type_line(f"dflash inspect {recorded_store}").last_line
+    assert looking == f"next: dflash verify {recorded_store}"
 
 
 def test_without_held_out_samples_nothing_is_proposed_to_be_replayed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from dflash_pipeline.configs.errors import UsageError
+from dflash_pipeline.configs.status import new_status, write_status
 from dflash_pipeline.store import paths
 from dflash_pipeline.store.describe import describe, main
 from dflash_pipeline.store.reader import Store, open_store
@@ -73,6 +75,34 @@ def test_a_growing_store_says_how_far_it_is(empty_store: Store) -> None:
     found["progress"] |= {"eta_s": 5025.0, "tokens_per_s": 43210.0}
     assert "captured at 43,210 tokens/s, 1:23:45 left" in render(found)
     assert found["sample"] is None
+
+
+def test_a_stopped_capture_is_not_said_to_have_time_left(
+    empty_store: Store, plan: Any, tiny: ModuleType
+) -> None:
+    tiny.capture(plan, empty_store, most=5)
+    for number, name in enumerate(sorted(empty_store.path.glob("b*/commit/c/*/0"))):
+        os.utime(name, (1000.0 + number, 1000.0 + number))
+    log_dir = str(paths.log_directory(empty_store.path))
+    status = new_status("capture", 0, "cpu")
+    status.state = "running"
+    write_status(log_dir, status)
+    found = describe(empty_store.path)
+    assert found["state"] == "growing"
+    assert " left" in render(found)
+    # killed: it has not said how it ended
+    status.start_ticks -= 1
+    write_status(log_dir, status)
+    found = describe(empty_store.path)
+    assert (found["state"], found["progress"]["eta_s"]) == ("stopped", None)
+    text = render(found)
+    assert "stopped, 5 of 8 shards" in text
+    assert "no capture is at work" in text
+    assert " left" not in text
+    tiny.capture(plan, open_store(empty_store.path))
+    assert describe(empty_store.path)["state"] == "complete, not sealed, stopped"
+    open_store(empty_store.path).seal()
+    assert describe(empty_store.path)["state"] == "sealed"
 
 
 def test_text_and_json_come_out_on_their_own(
