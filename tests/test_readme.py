@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +61,22 @@ def test_the_two_commands_stand_after_their_markers() -> None:
     assert _marked("main") == "pip install 'torch==2.13.0' -e . && dflash demo"
     assert _marked("tests") == "pip install 'torch==2.13.0' -e '.[test]' && bash .ci/check"
     assert (ROOT / ".ci" / "check").is_file()
+
+
+def test_the_check_hands_its_arguments_to_pytest(tmp_path: Path) -> None:
+    """It dropped them, and ran every test for ten minutes."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "check", tmp_path / ".ci")
+    (tmp_path / ".ci" / "types.sh").touch()
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "[%s]" "$@"; echo\n')
+    (tmp_path / "python").chmod(0o755)
+    line = ["bash", str(tmp_path / ".ci" / "check"), "tests/store", "-k", "a b"]
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    said = subprocess.run(
+        line, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
+    )
+    last = said.stdout.splitlines()[-1]
+    assert last == "[-m][pytest][-m][not gpu][-q][tests/store][-k][a b]"
 
 
 def test_the_table_of_commands_is_that_of_the_program() -> None:
