@@ -77,7 +77,9 @@ def check_rows(
         pass
     is_end = len(local) == len(files) and dropped.num_rows < most
     if is_end or most == limit:
-        dropped.check(max_bad_share)
+        # by the reasons that need no tokenizer
+        further = " at least (what its template and length leave out is counted later)"
+        dropped.check(max_bad_share, further)
     elif dropped.num_bad > max_bad_share * dropped.num_rows:
         reasons = "; ".join(dropped.lines())
         say(f"of the first {dropped.num_rows} rows {dropped.num_bad} are unusable: {reasons}")

@@ -106,13 +106,17 @@ class Dropped:
         """The smallest share in hundredths that allows what was dropped."""
         return math.ceil(100 * self.num_bad / self.num_rows) / 100
 
-    def check(self, max_bad_share: float) -> None:
-        """Raise ValueError when more than `max_bad_share` of the rows were not usable."""
+    def check(self, max_bad_share: float, further: str = "") -> None:
+        """Raise ValueError when more than `max_bad_share` of the rows were not usable.
+
+        further: what may come on top of them, where not all is known yet.
+        """
         if self.num_bad > max_bad_share * self.num_rows:
             raise ValueError(
                 f"{self.num_bad} of {self.num_rows} rows are unusable, data.max_bad_share allows "
                 f"{max_bad_share:g}: {'; '.join(self.lines())}. Mend these rows, or leave them out "
                 f"with --set data.max_bad_share={self.enough_share:g}"
+                f"{further if self.num_bad < self.num_rows else ''}"
             )
 
 

@@ -304,6 +304,19 @@ def test_what_contradicts_nothing_is_launched(line: str) -> None:
     assert ended == "ended by a launch False", said
 
 
+def test_the_share_that_is_advised_is_the_least_where_only_the_rows_were_looked_at() -> None:
+    """The tokenizer found more of them, and the advice that had been followed was refused."""
+    lines = ["no json", "no json", *(json.dumps({**ROW, "id": f"{n}"}) for n in range(3))]
+    Path("five.jsonl").write_text("\n".join(lines) + "\n")
+    _, said = _typed(f"capture {TARGET} --data five.jsonl --store new")
+    assert "2 of 5 rows are unusable" in said
+    assert "--set data.max_bad_share=0.4 at least (what its template and length leave out" in said
+    # no share is larger than all of them
+    Path("none.jsonl").write_text("no json\n")
+    _, said = _typed(f"capture {TARGET} --data none.jsonl --store new")
+    assert "--set data.max_bad_share=1\n" in said
+
+
 def test_of_a_longer_file_it_is_said_what_its_first_rows_are() -> None:
     text = json.dumps(ROW) + "\n"
     Path("long.jsonl").write_text(100 * "no json\n" + 2000 * text)
