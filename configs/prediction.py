@@ -6,10 +6,12 @@ The costs of one device are taken for those of each; what several wait for each 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_pipeline.configs.costs import (
+    CPU,
     CaptureCosts,
     CaptureWork,
     DiskCosts,
@@ -235,6 +237,13 @@ class Predictor:
             missing.append("captured rows read from a disk that is written at the same time")
         if num_trained > 1:
             missing.append("gradients between training devices")
+        most_at_once = max(len({*way.capture_ids, *way.train_ids}) for way in ways)
+        if self.capture_costs.device == CPU and most_at_once > 1:
+            cores = len(os.sched_getaffinity(0))
+            missing.append(
+                f"what CPU workers take from one another: they share the {cores} cores of this "
+                "machine, all of which the one that was measured had to itself"
+            )
         if self._run.capture.quota and ways[0].capture_ids:
             missing.append("what capture and training wait for each other under --quota")
         if not self.capture_costs.answer_step_s:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dflash_pipeline.configs.costs import (
+    CPU,
     CaptureCosts,
     CaptureWork,
     DiskCosts,
@@ -230,6 +232,16 @@ def test_a_store_that_is_whole_leaves_the_training_alone() -> None:
         "hs is captured whole, only the training is left:",
         "  dflash train --store hs",
     ]
+
+
+def test_cpu_workers_share_the_cores_that_one_was_measured_with() -> None:
+    """Four workers on two cores were foretold four times the speed of one, without a word."""
+    predictor = _predictor(device=CPU)
+    four = predictor.predicted([predictor.one_after_the_other((0, 1, 2, 3), 0.0)])
+    told = f"they share the {len(os.sched_getaffinity(0))} cores of this machine"
+    assert any(told in text for text in four.not_measured)
+    for alone in (predictor.both_ways((0,), None, 0.0), _predictor().both_ways((0, 1), None, 0.0)):
+        assert not any("cores" in text for text in alone.not_measured)
 
 
 def test_devices_are_called_what_they_are() -> None:
