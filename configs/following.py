@@ -17,6 +17,7 @@ import click
 from dflash_pipeline.configs import recorded
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.inputs import is_free_for_run
+from dflash_pipeline.configs.launch import Killed
 from dflash_pipeline.configs.load import is_file_in_use, load
 from dflash_pipeline.configs.mounts import root_of
 from dflash_pipeline.configs.options import SchemaOption, config_of, does_read, given, sets_of
@@ -26,11 +27,14 @@ Following = str | Callable[[], str]
 
 
 def end(code: int, following: Following, again: str = "") -> int:
-    """Say what to run next, or after a signal how to go on; the exit code as it came."""
+    """Say what to run next, or after a signal, also one that ended a worker alone, how to go on;
+    the exit code as it came."""
     if code == 0:
         click.echo(f"next: {following if isinstance(following, str) else following()}")
     elif code >= 128 and again:
         click.echo(f"stopped; to go on: {again}", err=True)
+    elif isinstance(code, Killed) and again:
+        click.echo(f"to go on: {again}", err=True)
     return code
 
 

@@ -93,7 +93,7 @@ def launch(
                     log = logs[place.number]
                     children.append(_Child(entry, run, group, place, extra, sees_gpus, log))
                     selector.register(children[-1].progress, selectors.EVENT_READ, children[-1])
-                _watch(children, selector, screen, signals, lag_s, beside)
+                failed = _watch(children, selector, screen, signals, lag_s, beside)
             finally:
                 for child in children:
                     child.kill()
@@ -102,10 +102,17 @@ def launch(
             found = (read_status(status_path(log_dir, stage, number)) for number in logs)
             ended += [status for status in found if status is not None]
         code = _exit_code([child.code for child in children], signals)
+        if code == 1 and failed is not None and failed.is_ended_from_outside:
+            code = Killed(code)
         # a sweep reads there why a variant was refused
         if code == 2 and beside is None:
             before.restore(logs)
     return code
+
+
+class Killed(int):
+    """The exit code of a launch that failed because somebody else, or the kernel, ended one of its
+    processes: the same line may well go on."""
 
 
 def _exit_code(codes: Sequence[int], signals: Sequence[int]) -> int:
@@ -234,6 +241,11 @@ class _Child:
         """Exit code; negative: ended by that signal."""
         return 0 if self.is_left_behind else self._process.wait()
 
+    @property
+    def is_ended_from_outside(self) -> bool:
+        """Whether a signal ended it that comes from others, and not from its own faults."""
+        return not self.error and self.code in (-signal.SIGKILL, 128 + signal.SIGTERM)
+
     def stop(self) -> None:
         if self.is_running:
             self._process.send_signal(signal.SIGTERM)
@@ -279,9 +291,9 @@ def _watch(
     signals: list[int],
     lag_s: float,
     beside: Beside | None,
-) -> None:
+) -> _Child | None:
     """Until every child has ended; sees to it that they do after a failure or a signal, and `lag_s`
-    after the first that ended well."""
+    after the first that ended well. The first that failed, whose error is said; None: none did."""
     # of other launches that are of use only with this one
     elsewhere = [] if beside is None or beside.failed is None else beside.failed
     told = [] if beside is None else beside.told
@@ -317,6 +329,7 @@ def _watch(
         failed = _first_failed(children, signals, elsewhere)
     if failed is not None:
         _explain(failed, screen)
+    return failed
 
 
 def _first_failed(

@@ -50,6 +50,8 @@ def stage(name):
         os.write(descriptor, (json.dumps(line) + "\\n").encode())
         if os.environ.get("FAILS") == name:
             raise ValueError("it did not work")
+        if os.environ.get("KILLED") == name:
+            os.kill(os.getpid(), 9)
         if os.environ.get("REFUSES") == name:
             from dflash_pipeline.configs.errors import UsageError
             raise UsageError("not so")
@@ -538,6 +540,27 @@ def test_a_stage_that_fails_is_exit_code_1_and_the_next_one_does_not_start(
     monkeypatch.delenv("FAILS")
     assert type_line("dflash capture --gpus cpu").code == 0
     assert "plan-0" not in type_line("dflash status hs").out
+
+
+@pytest.mark.parametrize(
+    ("line", "stage"),
+    [
+        ("capture --gpus cpu", "capture.planning"),
+        ("capture --gpus cpu:2", "capture.worker"),
+        ("train --gpus cpu --store hs --out new", "train.worker"),
+    ],
+)
+def test_after_a_worker_that_was_killed_the_line_that_goes_on_is_said(
+    type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, line: str, stage: str
+) -> None:
+    """Ctrl-C alone said it."""
+    monkeypatch.setenv("KILLED", stage)
+    _ready_file()
+    ended = type_line(f"dflash {line}")
+    assert ended.code == 1
+    error, again = ended.err.strip().splitlines()
+    assert "ended by SIGKILL, as the kernel does when memory runs out" in error
+    assert again == f"to go on: dflash {line}"
 
 
 TOY = "--gpus cpu --target toy"

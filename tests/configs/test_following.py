@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_pipeline.configs import following
+from dflash_pipeline.configs.launch import Killed
 from dflash_pipeline.configs.load import load, to_dict
 from dflash_pipeline.configs.options import Commands, configured, option, options, resolve
 
@@ -69,7 +70,13 @@ def test_it_says_what_the_other_command_takes_and_reads(
 
 @pytest.mark.parametrize(
     ("code", "out", "err"),
-    [(0, "next: dflash b\n", ""), (1, "", ""), (130, "", "stopped; to go on: dflash a\n")],
+    [
+        (0, "next: dflash b\n", ""),
+        (1, "", ""),
+        (130, "", "stopped; to go on: dflash a\n"),
+        # a worker that kill -9 ended: nothing about the line itself was wrong
+        (Killed(1), "", "to go on: dflash a\n"),
+    ],
 )
 def test_after_a_stop_the_line_itself_is_said_and_after_a_failure_none(
     code: int, out: str, err: str, capsys: pytest.CaptureFixture[str]
