@@ -74,6 +74,10 @@ class Store:
         self._target = TargetGroup(self.path, self.root, self.spec)
         self._first_row = self.table.shard.astype(np.int64) * self.layout.rows_per_shard
 
+    def __len__(self) -> int:
+        """All samples, captured or not."""
+        return len(self.table)
+
     def _check_mounts(self, named: tuple[str, ...], problems: list[str] | None) -> None:
         stripes.check_named(self.path, self.layout, named)
         missing = stripes.missing_mounts(self.path, self.layout)

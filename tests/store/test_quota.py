@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -323,3 +324,32 @@ def test_plain_zarr_reads_the_consumers_and_what_was_released(
     assert group["consumers"][2, begin:end].sum() == 1
     assert group[f"b{first.bucket}/commit"][first.shard, 0] == RELEASED
     assert "consumers" in dict(group.members())
+
+
+def test_the_notebook_tells_released_shards_and_reads_a_sample_that_is_there(
+    tiny: ModuleType,
+    plan: Any,
+    rolling_store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It counted released shards as committed, and read their rows as zeros."""
+    pytest.importorskip("zarr")
+    store = rolling_store
+    first, other = claim_order(store.layout.num_shards)[:2]
+    tiny.capture(plan, store, most=2)
+    _row(store, 2, [first])
+    assert Releases(store).run() == [first]
+    notebook = Path(__file__).parents[1] / "notebooks" / "read_a_store.ipynb"
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    script = "\n".join("".join(one["source"]) for one in cells if one["cell_type"] == "code")
+    monkeypatch.setenv("STORE", str(store.path))
+    found: dict[str, Any] = {}
+    exec(compile(script, str(notebook), "exec"), found)
+    said = capsys.readouterr().out
+    assert first.bucket == other.bucket
+    assert f"b{first.bucket}: 1 shards committed, 1 released" in said
+    store.refresh()
+    assert (found["is_there"] == store.readable_N).all()
+    assert found["i"] > 0
+    assert np.array_equal(found["hidden"], store.sample(found["i"]).hidden_TKH)

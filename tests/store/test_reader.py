@@ -26,7 +26,8 @@ from dflash_pipeline.store.writer import StoreWriter
 
 
 def test_each_way_of_reading_gives_the_rows_that_were_written(store: Store, plan: Any) -> None:
-    for i in range(len(plan.table)):
+    assert len(store) == len(plan.table)
+    for i in range(len(store)):
         hidden_TKH, last_MH = plan.rows_of(i)
         ids_T, mask_T = plan.tokens_of(i)
         sample = store.sample(i)
