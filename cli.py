@@ -25,6 +25,7 @@ from dflash_pipeline.configs import (
     inputs,
     measuring,
     overview,
+    recorded,
     torchrun,
     training,
 )
@@ -208,9 +209,10 @@ def plan(
     """
     from dflash_pipeline.capture import glance
     from dflash_pipeline.store.following import training_on
-    from dflash_pipeline.store.glance import is_whole
+    from dflash_pipeline.store.glance import is_whole, own_capture
 
     run = resolve(context)
+    run = recorded.as_captured(run, own_capture(run.store.path))
     store, *_ = capturing.check(run)
     measuring.check_measurement(context, measurement)
     measuring.check_loss(run)
@@ -219,7 +221,11 @@ def plan(
     devices, sides = measuring.planned_devices(gpus, capture_gpus, train_gpus)
     out = sys.stderr if as_json else sys.stdout
     try:
-        found = measuring.measured(run, devices, Path(store), measurement, share_gpu, out)
+        # a measurement that is kept may be used for data that are still to be answered
+        with_answers = bool(measurement) or not is_whole(store)
+        found = measuring.measured(
+            run, devices, Path(store), measurement, share_gpu, out, with_answers
+        )
     except measuring.MeasuringFailed as failed:
         return end(failed.code, "", this_line())
     price = run.capture.price

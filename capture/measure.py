@@ -59,7 +59,8 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     """Count the data of `run`, and measure on this device what its capture costs.
 
     extra: `folder` (where the results go: work.json, the table, costs.json and the small store),
-    `is_measured` (only count), `kind` (cuda or cpu: where the target will run).
+    `is_measured` (only count), `kind` (cuda or cpu: where the target will run),
+    `with_answers` (measure generating them as well).
     """
     import_s = process_age_s()
     prepare_torch(place)
@@ -73,7 +74,10 @@ def main(run: Run, place: Place, extra: dict[str, object]) -> None:
     log.say(f"{work.num_samples:,} samples, {work.num_tokens:,} tokens counted")
     if extra["is_measured"]:
         return
-    costs = measure(run, files, place, sampled.conversations, work, import_s, folder, log)
+    with_answers = bool(extra["with_answers"]) and not run.generate.endpoints
+    costs = measure(
+        run, files, place, sampled.conversations, work, import_s, folder, log, with_answers
+    )
     # the device is the training's once they are told: nothing of the target stays on it
     gc.collect()
     if place.kind == "cuda":
@@ -107,6 +111,7 @@ def measure(
     import_s: float,
     folder: Path,
     log: RunLog,
+    with_answers: bool,
 ) -> CaptureCosts:
     """Capture a sample for real, into `folder`/store, and fit what its batches took."""
     laps = _Laps()
@@ -154,7 +159,7 @@ def measure(
     calibrated_s, gated_s = _alone_s(times.calibrated), _alone_s(times.gated)
     alone_s = _alone_work_s(times.calibrated, calibrated_s) + _alone_work_s(times.gated, gated_s)
     answer_step_s = 0.0
-    if not run.generate.endpoints:
+    if with_answers:
         log.say("measuring answers")
         answer_step_s = _answer_step_s(run, files, target, place, work)
     return CaptureCosts(

@@ -77,11 +77,18 @@ class MeasuringFailed(Exception):
 
 
 def measured(
-    run: Run, devices: Devices, store: Path, measurement: str, share: bool, lines: Lines
+    run: Run,
+    devices: Devices,
+    store: Path,
+    measurement: str,
+    share: bool,
+    lines: Lines,
+    with_answers: bool = True,
 ) -> Predictor:
     """`predictor` on the first of the devices, in a folder beside the store, where its disk is.
 
     Where the file `measurement` is there no device is asked for: nothing is measured on it.
+    with_answers: measure generating them as well.
     """
     first = Devices(devices.kind, devices.ids[: run.target.num_gpus])
     if is_kept(measurement):
@@ -95,7 +102,7 @@ def measured(
         scratch("plan", parent) as folder,
         gpus.reserved(held, "plan", share),
     ):
-        return predictor(run, first, folder, logs, measurement, lines)
+        return predictor(run, first, folder, logs, measurement, lines, with_answers)
 
 
 def is_kept(measurement: str) -> bool:
@@ -146,7 +153,13 @@ def planned_devices(
 
 
 def predictor(
-    run: Run, devices: Devices, folder: Path, logs: str, measurement: str, lines: Lines
+    run: Run,
+    devices: Devices,
+    folder: Path,
+    logs: str,
+    measurement: str,
+    lines: Lines,
+    with_answers: bool = True,
 ) -> Predictor:
     """Count the data of `run` and, unless the file `measurement` is there, measure; it is written.
 
@@ -161,7 +174,12 @@ def predictor(
     else:
         # counting needs no GPU, which may be another machine's
         capturing = training = ONE_CPU
-    extra = {"folder": str(folder), "is_measured": known is not None, "kind": devices.kind}
+    extra: dict[str, object] = {
+        "folder": str(folder),
+        "is_measured": known is not None,
+        "kind": devices.kind,
+    }
+    extra["with_answers"] = with_answers
     _run_both(run, {"capture": capturing, "train": training}, logs, extra, lines)
     if known is None:
         known = {

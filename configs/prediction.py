@@ -246,7 +246,7 @@ class Predictor:
             )
         if self._run.capture.quota and ways[0].capture_ids:
             missing.append("what capture and training wait for each other under --quota")
-        if not self.capture_costs.answer_step_s:
+        if ways[0].capture_ids and not self.capture_costs.answer_step_s:
             missing.append("generate (its servers' speed is theirs)")
         return Prediction(
             work=self.work,

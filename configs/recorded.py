@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import from_dict, load, preset_names, to_dict
+from dflash_pipeline.configs.schema import Run
 
 CAPTURE_SECTIONS = ("target", "data", "store", "capture")
 
@@ -51,6 +52,24 @@ def retold(recorded: Mapping[str, object], options: Container[str]) -> Retold:
     sets = tuple(f"{key}={_text(value)}" for key, value in differing.items() if key not in told)
     plain = {key: tuple(one) if isinstance(one, list) else one for key, one in told.items()}
     return Retold(config, plain, sets)
+
+
+def as_captured(run: Run, recorded: Mapping[str, object]) -> Run:
+    """`run` over the data of the capture that made its store, and with that capture's settings.
+
+    As it is where it names data of its own, and where no capture alone made the store, as with
+    stores that were merged. UsageError where another version of the package recorded it.
+    """
+    if run.data.files or not recorded:
+        return run
+    before = from_dict(recorded)
+    return replace(
+        run,
+        target=replace(before.target, num_gpus=run.target.num_gpus),
+        data=before.data,
+        store=replace(before.store, path=run.store.path),
+        capture=replace(before.capture, price=run.capture.price),
+    )
 
 
 def _target_of(config: str) -> str:

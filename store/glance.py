@@ -60,6 +60,12 @@ def recorded_run(store: str) -> Mapping[str, object]:
     return merged[0] if isinstance(merged, list) and merged else found
 
 
+def own_capture(store: str) -> Mapping[str, object]:
+    """The run that captured a store which is whole; empty: unknown, or there were several."""
+    found = root(store) if store and is_whole(store) else None
+    return {} if found is None or "merged" in found[3].run else found[3].run
+
+
 def is_open(store: str) -> bool:
     """Whether there is a store whose shards are not all there: it is sealed once they are."""
     path = root_of(store)

@@ -1399,6 +1399,25 @@ def test_a_measurement_that_fails_ends_the_plan_with_its_reason(
     assert not list(Path().glob("dflash-plan-*"))
 
 
+def test_a_plan_of_a_whole_store_takes_its_data_and_measures_no_answers(
+    type_line: Callable[..., Ended], recorded_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked for --data, and generated answers that the training has no use for."""
+    monkeypatch.setenv("FAILS", "capture.measure")
+    Path("b c.jsonl").write_text(ROW)
+    (call,) = type_line(f"dflash plan --store {recorded_store} --gpus cpu").calls
+    assert call["run"]["data"]["files"] == ["b c.jsonl"]
+    assert call["run"]["target"]["id"] == load("toy", (), {}).target.id
+    assert call["run"]["store"]["path"] == recorded_store
+    assert call["extra"]["with_answers"] is False
+    # one that is kept is used for other data as well
+    line = f"dflash plan --store {recorded_store} --gpus cpu --measurement kept.json"
+    assert type_line(line).calls[0]["extra"]["with_answers"] is True
+    _ready_file()
+    (call,) = type_line("dflash plan --store new --gpus cpu").calls
+    assert call["extra"]["with_answers"] is True
+
+
 def test_a_target_over_several_gpus_has_one_process_for_so_many(
     type_line: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:

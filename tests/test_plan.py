@@ -106,6 +106,7 @@ def _measure(run: Run, here: Path, is_measured: bool) -> None:
     here.mkdir()
     for stage in (capture_measure, train_measure):
         extra: dict[str, object] = {"folder": str(here), "is_measured": is_measured, "kind": "cpu"}
+        extra["with_answers"] = True
         stage.main(run, _place(here.parent / "logs", "plan"), extra)
 
 
@@ -377,6 +378,16 @@ def test_of_a_store_that_is_whole_only_the_training_is_planned(
     assert f"{store} is captured whole, only the training is left:\n  dflash train " in text
     assert text.splitlines()[-1].startswith(f"next: dflash train --store {store} ")
     assert "--out" not in text
+    # without --data those of its capture
+    own = [one for one in line if one not in ("--data", "long.jsonl")]
+    text = subprocess.run(
+        [sys.executable, "-m", "dflash_pipeline.cli", *own, "--gpus", "cpu:2"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f"{len(open_store(store))} samples" in text
     # a run is where the configuration puts the next one
     (folder / "mine").mkdir()
     (folder / "mine" / "run.json").touch()

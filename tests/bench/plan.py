@@ -217,6 +217,7 @@ def one_round_in_processor_time(folder: Path, config: list[str]) -> Iterator[tup
         extra: dict[str, object] = {
             "folder": name,
             "is_measured": name == "counted",
+            "with_answers": True,
             "kind": "cpu",
         }
         for stage in ("capture", "train"):

@@ -291,7 +291,7 @@ def test_the_measurement_decides_by_the_planned_work_not_by_its_sample(
     monkeypatch.setattr(measure, "_LEAST_SAMPLED", 4)
     run = _auto(_run(make_target_dir("qwen3"), tmp_path))
     run = replace(run, generate=replace(run.generate, endpoints=("http://none",)))
-    extra = {"folder": str(tmp_path), "is_measured": False, "kind": "cpu"}
+    extra = {"folder": str(tmp_path), "is_measured": False, "kind": "cpu", "with_answers": True}
     measure.main(run, cpu_place(tmp_path / "logs", "plan"), extra)
     work = json.loads((tmp_path / "work.json").read_text())
     assert len(open_store(tmp_path / "store").table) < work["num_samples"]

@@ -101,7 +101,7 @@ def test_other_data_or_more_epochs_are_only_counted(
     monkeypatch.setattr(measuring, "launch", launched)
     with pytest.raises(measuring.MeasuringFailed, match="exit code 7"):
         _used(tmp_path, [setting], Devices("cpu", (0,)))
-    extra = {"folder": str(tmp_path), "is_measured": True, "kind": "cpu"}
+    extra = {"folder": str(tmp_path), "is_measured": True, "kind": "cpu", "with_answers": True}
     assert launches == [(ONE_CPU, extra)]
 
 

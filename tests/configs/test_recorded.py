@@ -8,7 +8,7 @@ import pytest
 
 from dflash_pipeline.configs.errors import UsageError
 from dflash_pipeline.configs.load import load, to_dict
-from dflash_pipeline.configs.recorded import CAPTURE_SECTIONS, config_of, retold
+from dflash_pipeline.configs.recorded import CAPTURE_SECTIONS, as_captured, config_of, retold
 
 OPTIONS = {"target.id", "data.files", "store.path", "target.thinking", "capture.force"}
 
@@ -52,3 +52,15 @@ def test_a_preset_is_named_unless_the_working_directory_says_it() -> None:
 def test_a_record_of_another_version_is_refused() -> None:
     with pytest.raises(UsageError):
         retold({"target": {"id": "toy", "unheard": 1}}, OPTIONS)
+
+
+def test_a_line_without_data_has_those_of_the_capture_and_its_own_training() -> None:
+    before = load("toy", ['data.files=["a.jsonl"]', "data.max_len=99", "store.path=there/hs"], {})
+    run = load("", ["store.path=hs", "train.epochs=2", "capture.price=3"], {})
+    found = as_captured(run, to_dict(before))
+    assert (found.target, found.data, found.train) == (before.target, before.data, run.train)
+    assert (found.store.path, found.capture.price) == ("hs", 3)
+    # of a merged store no one capture is known
+    assert as_captured(run, {}) == run
+    named = load("", ["store.path=hs", 'data.files=["b.jsonl"]'], {})
+    assert as_captured(named, to_dict(before)) == named
