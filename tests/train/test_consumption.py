@@ -375,7 +375,7 @@ def test_the_line_that_comes_next_is_none_that_a_rolling_store_refuses(
         return capfd.readouterr().out.splitlines()[-1]
 
     tiny.capture(train_plan, store, most=2)
-    with pytest.raises(ValueError, match="to go on: dflash capture --target tiny --store hs$"):
+    with pytest.raises(ValueError, match=r"to go on: dflash capture --target tiny --store hs$"):
         last_line()
     # this process stands for a capture that is at work
     write_status(str(paths.log_directory(store.path)), new_status("capture", 0, "cpu"))
