@@ -212,7 +212,7 @@ def plan(
     from dflash_pipeline.store.glance import is_whole, own_capture
 
     run = resolve(context)
-    run = recorded.as_captured(run, own_capture(run.store.path))
+    run = recorded.as_captured(run, own_capture(run.store.path), given(context))
     store, *_ = capturing.check(run)
     measuring.check_measurement(context, measurement)
     measuring.check_loss(run)

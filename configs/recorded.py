@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from dflash_pipeline.configs.errors import UsageError
-from dflash_pipeline.configs.load import from_dict, load, preset_names, to_dict
+from dflash_pipeline.configs.load import differences, from_dict, load, preset_names, to_dict
 from dflash_pipeline.configs.schema import Run
 
 CAPTURE_SECTIONS = ("target", "data", "store", "capture")
@@ -54,22 +54,30 @@ def retold(recorded: Mapping[str, object], options: Container[str]) -> Retold:
     return Retold(config, plain, sets)
 
 
-def as_captured(run: Run, recorded: Mapping[str, object]) -> Run:
+def as_captured(run: Run, recorded: Mapping[str, object], given: Container[str]) -> Run:
     """`run` over the data of the capture that made its store, and with that capture's settings.
 
     As it is where it names data of its own, and where no capture alone made the store, as with
-    stores that were merged. UsageError where another version of the package recorded it.
+    stores that were merged. UsageError where another version of the package recorded it, and for
+    one of the `given` keys (`section.field`) whose value the capture did not have.
     """
     if run.data.files or not recorded:
         return run
     before = from_dict(recorded)
-    return replace(
+    found = replace(
         run,
         target=replace(before.target, num_gpus=run.target.num_gpus),
         data=before.data,
         store=replace(before.store, path=run.store.path),
         capture=replace(before.capture, price=run.capture.price),
     )
+    others = differences(found, run, CAPTURE_SECTIONS)
+    if wrong := [text for text in others if text.partition(":")[0] in given]:
+        raise UsageError(
+            f"{run.store.path} is captured whole, with other settings: {'; '.join(wrong)}. Leave "
+            "these out to plan the training on it, or name another --store"
+        )
+    return found
 
 
 def _target_of(config: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,21 @@ def test_a_record_of_another_version_is_refused() -> None:
 def test_a_line_without_data_has_those_of_the_capture_and_its_own_training() -> None:
     before = load("toy", ['data.files=["a.jsonl"]', "data.max_len=99", "store.path=there/hs"], {})
     run = load("", ["store.path=hs", "train.epochs=2", "capture.price=3"], {})
-    found = as_captured(run, to_dict(before))
+    found = as_captured(run, to_dict(before), {"store.path", "train.epochs", "capture.price"})
     assert (found.target, found.data, found.train) == (before.target, before.data, run.train)
     assert (found.store.path, found.capture.price) == ("hs", 3)
     # of a merged store no one capture is known
-    assert as_captured(run, {}) == run
+    assert as_captured(run, {}, ()) == run
     named = load("", ["store.path=hs", 'data.files=["b.jsonl"]'], {})
-    assert as_captured(named, to_dict(before)) == named
+    assert as_captured(named, to_dict(before), ("data.files",)) == named
+
+
+def test_what_a_line_says_of_a_capture_that_is_over_is_not_left_aside() -> None:
+    before = load("toy", ['data.files=["a.jsonl"]', "store.hidden_mode=bf16"], {})
+    run = load("toy", ["target.id=other", "store.hidden_mode=int8"], {})
+    with pytest.raises(UsageError, match=r"whole, with other settings: target.id: 'toy', now 'o"):
+        as_captured(run, to_dict(before), ("target.id",))
+    with pytest.raises(UsageError, match=r"store.hidden_mode: 'bf16', now 'int8'. Leave these out"):
+        as_captured(run, to_dict(before), ("store.hidden_mode",))
+    # as it was: nothing is left aside
+    as_captured(replace(run, target=before.target), to_dict(before), ("target.id",))
