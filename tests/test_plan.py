@@ -58,7 +58,7 @@ from places import cpu_place
 
 BOUND = 1.35
 """Predicted over true, and the reverse: what seconds of measuring on a shared machine keep."""
-ROUNDS = 3
+ROUNDS = 5
 
 
 def _place(folder: Path, stage: str) -> Place:
